@@ -1,9 +1,9 @@
-"""The puller's role: waits for KV, pulls it into reserved blocks, decodes.
+"""The role of a decode engine: waits for KV, pulls it into reserved blocks, decodes.
 
     Dispatch ─► Intended ─► Peers            step ─► tokens to the gateway
     Peers ─► reserve ─► engine.next_reservation ─► Peers ─► complete ─► engine.start
 
-Glue alone: the engine decides about blocks, `kv_transfer.protocol.puller` about transfers.
+Decides nothing: the engine decides about blocks, `kv_transfer.protocol.puller` about transfers.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from ..proto.v1 import node_pb2
 
 @dataclass(slots=True)
 class _Intent(Handoff):
-    """KV that is waited for."""
+    """A hand-off whose KV has not arrived."""
 
     block_hashes: Sequence[BlockHash]  # of the known tokens' full blocks
-    reserved_s: float | None = None  # when it got its blocks: a hand-off's time begins with that
+    reserved_s: float | None = None  # when its blocks were reserved: the start of its time
 
 
 class DecodeRole(EngineRole[_Intent]):
-    """Of a decode node's engine."""
+    """The role of a decode node's engine."""
 
     is_source = False
 
@@ -73,7 +73,7 @@ class DecodeRole(EngineRole[_Intent]):
         self._peers.feed_puller(IntentCancelled(intent.ticket.transfer_id))
 
     def _give_up(self, intent: _Intent) -> None:
-        """It waits for its blocks no more; those that it has stay until the last copy into them has
+        """Stop waiting for blocks. Reserved blocks are kept until the last copy into them has
         ended: DropReservation."""
         self._forget(intent)
         if intent.reserved_s is None:
@@ -104,7 +104,7 @@ class DecodeRole(EngineRole[_Intent]):
         self._grant()
 
     def _grant(self) -> None:
-        """Let the pulls begin of those that have their blocks now."""
+        """Start the pulls of all hand-offs that have blocks now."""
         while (reservation := self._engine.next_reservation()) is not None:
             intent = self._handoffs[reservation.key]
             intent.reserved_s = self._clock.monotonic_s()
@@ -115,13 +115,14 @@ class DecodeRole(EngineRole[_Intent]):
             self._peers.feed_puller(Reserved(intent.ticket.transfer_id, reservation))
 
     def complete(self, complete: Complete) -> None:
-        """All KV is in place: decode. The next output carries what the hand-off took."""
+        """All KV is in place: decode. The next output reports the transfer."""
         intent, reservation = self._handoffs[complete.key], complete.reservation
         limits = self._engine.limits
+        num_pulled = reservation.num_known_blocks - reservation.num_cached_blocks
         assert intent.reserved_s is not None
         self._forget(intent)
         summary = node_pb2.TransferInfo(
-            bytes=complete.num_pulled_blocks * limits.block_bytes,
+            bytes=num_pulled * limits.block_bytes,
             cached_tokens=reservation.num_cached_blocks * limits.block_size,
             transport=self._peers.pulls.transport_of(intent.ticket.source_incarnation),
         )
@@ -132,18 +133,18 @@ class DecodeRole(EngineRole[_Intent]):
             self._start(intent.samples, reservation, complete.state)
         except HandoffFailed as error:
             self._fail_all(intent.samples, error)
-        self._engine.drop(reservation)  # where the first sample does not decode
+        self._engine.drop(reservation)  # if the first sample does not decode
         for sample in intent.samples:
             if entry := self._requests.get(sample.key):  # it decodes
                 entry.transfer = summary
                 self._requests.stamp(entry, Event.TRANSFER_ENDED)
                 if sample.sampling.use_beam_search:
-                    self._requests.queue_output(entry)  # beams' tokens come at the end
+                    self._requests.queue_output(entry)  # beams have no tokens before the end
 
     def _start(
         self, samples: Sequence[Request], reservation: Reservation, state: HandoffState
     ) -> None:
-        """Raises HandoffFailed if the source sent what is nothing to go on from."""
+        """Raises HandoffFailed if the source sent a state that the request cannot continue from."""
         first, *forks = samples
         if not self._requests.knows(_token_ids_of(state)):
             raise HandoffFailed("the source sampled what is no token of the vocabulary")
@@ -163,21 +164,21 @@ class DecodeRole(EngineRole[_Intent]):
         self._start_sample(first, reservation, state.first_token_id)
 
     def _start_sample(self, sample: Request, reservation: Reservation, token_id: int) -> None:
-        """Let a sample decode, unless it was cancelled or has ended with its first token."""
+        """Start a sample, unless it was cancelled or has ended with its first token."""
         if not self._is_open(sample):
             return
         fork = None if sample.key == reservation.key else sample
         try:
             self._engine.start(reservation, token_id, fork)
         except HandoffFailed as error:
-            # Among several, one may end with its first token: the source reports it to the gateway.
+            # One of several samples may end with its first token: the source reports that.
             is_alone = not (fork or sample.fork_ids)
             self.end(sample.key, error if is_alone else Cancelled(error.message))
 
     # -- time and looking in -------------------------------------------------------------------
 
     def tick(self) -> float:
-        deadline_s = super().tick()  # first: what is over gives its blocks back
+        deadline_s = super().tick()  # first: it returns the blocks of what has expired
         self._grant()
         return deadline_s
 
@@ -190,7 +191,7 @@ class DecodeRole(EngineRole[_Intent]):
 
 
 def _token_ids_of(state: HandoffState) -> list[int]:
-    """All that a source names."""
+    """All token ids that the source sent."""
     found = [state.first_token_id, *state.fork_token_ids]
     if state.first is not None:
         found += [one.token_id for one in state.first.candidates]

@@ -1,4 +1,4 @@
-"""Which transports one rank's device has got, best first, and what it serves to other hosts."""
+"""The transports of one rank's device, best first, and what it serves to other hosts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def transports(
     *,
     is_spread: bool = False,
 ) -> list[Transport]:
-    """The ways in which blocks can reach the pool `kv`, best first; of an engine that `is_spread`
-    over several hosts without NCCL, whose other end would have to be looked for on each.
+    """The transports that can copy blocks to the pool `kv`, best first; without NCCL for an engine
+    that `is_spread` over several hosts, since its peers would have to search each host.
 
-    Raises StartupFailed if `--kv-transport` names one that this device has not got.
+    Raises StartupFailed if `--kv-transport` names one that this device does not have.
     """
     wanted = config.kv_transport
     tcp = TcpTransport(
@@ -47,12 +47,12 @@ def transports(
 
 
 def wrapping(tls: EngineTls | None) -> WrapSocket:
-    """What a puller does to a new data connection."""
+    """How a puller wraps a new data connection: in TLS, or not at all."""
     return tls.puller_wrap() if tls is not None else lambda connection: connection
 
 
 def outlets(kv: CpuKvMemory | CudaKvMemory, *, is_spread: bool = False) -> dict[Mode, MakeOutlet]:
-    """The ways in which blocks of `kv` can leave this host; `is_spread`: see transports."""
+    """The outlets that can send blocks of `kv` to other hosts; `is_spread`: see `transports`."""
     ways: dict[Mode, MakeOutlet] = {Mode.BYTES: partial(TcpOutlet, _make_bytes(kv))}
     if not (isinstance(kv, CpuKvMemory) or is_spread):
         from .nccl.nccl import NcclOutlet

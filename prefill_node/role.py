@@ -1,10 +1,11 @@
-"""The source's role: computes prompts, emits first tokens, keeps the KV until it is fetched.
+"""The role of a prefill engine: computes prompts, sends first tokens, keeps the KV until it is
+pulled.
 
     Dispatch ─► engine.add(hold) + Offered      Attach, Renew, Release ─► Peers
     step ─► first token to the gateway          Peers ─► manifests, release or abort
          └► chunks with the blocks
 
-Glue alone: the engine decides about blocks, `kv_transfer.protocol.source` about leases.
+Decides nothing: the engine decides about blocks, `kv_transfer.protocol.source` about leases.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from ..node.requests.request_role import EngineRole, Handoff
 
 @dataclass(slots=True)
 class _Offer(Handoff):
-    """A prompt that is computed for a puller. Lives from Offered to ReleaseBlocks."""
+    """A prompt that is computed for a puller, from Offered to ReleaseBlocks."""
 
     num_offered_blocks: int = 0
     is_first_token_out: bool = False
 
 
 class PrefillRole(EngineRole[_Offer]):
-    """Of a prefill node's engine."""
+    """The role of a prefill node's engine."""
 
     is_source = True
 
@@ -57,7 +58,7 @@ class PrefillRole(EngineRole[_Offer]):
 
     def after_step(self, output: StepOutput) -> None:
         super().after_step(output)
-        self._requests.flush()  # the first token is on its way before the manifest behind it
+        self._requests.flush()  # the first token is sent before the manifest
         for chunk in output.chunks:
             self._on_chunk(chunk)
 
@@ -70,8 +71,8 @@ class PrefillRole(EngineRole[_Offer]):
                 self._peers.feed_source(Withdrawn(offer.ticket.transfer_id, ended))
 
     def _on_chunk(self, chunk: ChunkOutput) -> None:
-        """Offer the blocks that its tokens fill, with the last chunk also the partial one, and that
-        were not offered when it was launched."""
+        """Offer the blocks that the chunk fills (the last chunk: also a partial one), unless they
+        were offered when it was launched."""
         offer = self._handoffs.get(chunk.key)
         if offer is None:
             return
@@ -84,7 +85,7 @@ class PrefillRole(EngineRole[_Offer]):
             forks = tuple(fork.token_id for fork in sampled.forks)
             of_beams = sampled if sampled.candidates else None
             state = HandoffState(sampled.token_id, forks, of_beams, lacking)
-            offer.is_first_token_out = True  # or none will be: of beams the puller outputs all
+            offer.is_first_token_out = True  # with beams the puller outputs all tokens
         transfer_id = offer.ticket.transfer_id
         self._peers.feed_source(Chunk(transfer_id, blocks, num_tokens, state, chunk.step))
 

@@ -1,10 +1,10 @@
 """The transports between GPUs of one host, best first. Both map the source's pool by its handle.
 
-    cuda_ipc       on our GPU, which reads it over NVLink or PCIe
-    cuda_staged    on the source's GPU, which our process copies to pinned host memory and from
-                   there to our GPU: slower by an order, for pairs without peer access
+    cuda_ipc       on the puller's GPU, which reads it over NVLink or PCIe
+    cuda_staged    on the source's GPU; copied to pinned host memory and from there to the puller's
+                   GPU: slower by an order of magnitude, for pairs without peer access
 
-What is copied, judged and reported is cuda_window.py's.
+cuda_window.py copies, checks and reports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .cuda_ipc_copy import CopyMethod, EngineCopy, KernelCopy, StagedCopy
 from .cuda_ipc_memory import find_gpu, map_memory, require_peer_access
 from .cuda_window import CudaWindow
 
-_LEAST_ENGINE_BYTES = 256 << 10  # pieces smaller than this: not worth measuring, 78 GB/s at 64 KiB
+_LEAST_ENGINE_BYTES = 256 << 10  # smaller pieces are not worth measuring: 78 GB/s at 64 KiB
 
 
 class _MappingTransport(ABC):
@@ -31,13 +31,13 @@ class _MappingTransport(ABC):
     name: str
 
     def __init__(self, kv: CudaKvMemory) -> None:
-        """`kv` is where blocks are copied to."""
+        """`kv`: the local pool that blocks are copied to."""
         self._kv = kv
 
     def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> CudaWindow:
-        """Raises HandoffFailed: nobody exports it, it lies elsewhere, or it cannot be read.
+        """Raises HandoffFailed if the pool is not exported, is not on a GPU, or cannot be read.
 
-        Takes up to a second, or as long as the first copy has to be compiled.
+        Blocks for up to a second, or until the first copy is compiled.
         """
         cut = BlockCut.of(piece, self._kv.block_bytes)
         with received(source, cut.source_block_bytes) as (description, fds):
@@ -51,7 +51,7 @@ class _MappingTransport(ABC):
 
 
 class CudaIpcTransport(_MappingTransport):
-    """For pools that our GPU can read."""
+    """For pools that the local GPU can read."""
 
     name = "cuda_ipc"
 
@@ -79,7 +79,7 @@ class CudaIpcTransport(_MappingTransport):
 
 
 class CudaStagedTransport(_MappingTransport):
-    """For pools on any GPU of this host; takes some hundred MB there, for our context."""
+    """For pools on any GPU of this host; the context there takes some hundred MB."""
 
     name = "cuda_staged"
 

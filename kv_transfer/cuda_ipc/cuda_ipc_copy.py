@@ -1,13 +1,13 @@
 """The ways to copy blocks out of mapped peer memory, and the choice between them by measurement.
 
-    kernel    one Triton kernel reads all blocks over the link: fastest, but takes multiprocessors
-    engine    one cudaMemcpyBatchAsync for all pieces: the copy engines work, the processors do not
-    staged    through pinned host memory: for GPUs that cannot read each other's
+    kernel    one Triton kernel reads all blocks over the link: fastest, but uses multiprocessors
+    engine    one cudaMemcpyBatchAsync for all pieces: uses copy engines, no multiprocessors
+    staged    through pinned host memory: for GPUs without peer access
 
-        source GPU ──stream there──► slot 0   slot 1   slot 2 ...  ──stream here──► our GPU
+        source GPU ──stream there──► slot 0   slot 1   slot 2 ...  ──stream here──► local GPU
                      fills slot i+1             while slot i is emptied
 
-Knows addresses and block ids; generations and threads are cuda_window.py's.
+Knows addresses and block ids; cuda_window.py has the generations and threads.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from ...kernels.upload import upload
 from ..window.block_pairs import Ids
 from ..window.block_pieces import BlockCut, BlockPiece
 
-MAX_BLOCKS = 1024  # of one launch
+MAX_BLOCKS = 1024  # per launch
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
-_KERNEL_MUST_BE_FASTER_BY = 1.1  # or decode steps keep all their multiprocessors
+_KERNEL_MUST_BE_FASTER_BY = 1.1  # otherwise decode steps keep all multiprocessors
 _NUM_SLOTS = 4
 _SLOT_BYTES = 8 << 20
 
 
 class CopyMethod(Protocol):
-    """Copies blocks of one mapped pool, or a piece of each, [n, block_bytes] at some address."""
+    """Copies blocks [n, block_bytes] of one mapped pool, or a piece of each."""
 
     name: str
-    launches_at_once: bool  # False: to launch takes about as long as to copy
+    launches_at_once: bool  # False: launching takes about as long as the copy
 
     def prepare(self, ids: Ids, pool: Tensor, stream: torch.cuda.Stream) -> Callable[[], None]:
-        """What starts the copy of ids[0] there to ids[1] of `pool` [blocks, ...] on `stream`.
+        """Returns a function that starts the copy of the source's blocks ids[0] to blocks ids[1] of
+        `pool` [blocks, ...] on `stream`; at most MAX_BLOCKS.
 
-        At most MAX_BLOCKS of them. To be called once, or never; either raises HandoffFailed.
+        It is called at most once. Both raise HandoffFailed.
         """
         ...
 
@@ -74,7 +75,7 @@ class KernelCopy:
         return start
 
     def copy(self, there: Tensor, here: Tensor, pool: Tensor) -> None:
-        """Blocks `there` to those `here`, [n] int64 on the device, on the current stream."""
+        """Copy blocks `there` to blocks `here`, [n] int64 on the device, on the current stream."""
         piece = self._piece
         if piece is None:
             pull_blocks(self._address, pool, there, here)
@@ -88,7 +89,7 @@ class KernelCopy:
 
 
 class EngineCopy:
-    """The copy engines move runs of blocks, all submitted in one call."""
+    """The copy engines copy runs of blocks, all submitted in one call."""
 
     name = "copy-engine"
     launches_at_once = True
@@ -108,24 +109,21 @@ class EngineCopy:
 def copy_pieces(
     source: int, target: int, runs: Runs, block_bytes: int, stream: torch.cuda.Stream
 ) -> None:
-    """One call for each run, as `copy_piece`."""
+    """Copy runs with one `copy_piece` each."""
     for there, here, length in zip(runs.sources, runs.destinations, runs.lengths, strict=True):
         start, end = source + int(there) * block_bytes, target + int(here) * block_bytes
         copy_piece(start, end, int(length) * block_bytes, stream)
 
 
 def copy_piece(source: int, target: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
-    """Between addresses of any kind that the driver can distinguish; torch does not know of it.
-
-    Raises HandoffFailed.
-    """
+    """Copy between device or host addresses, which need not be torch's. Raises HandoffFailed."""
     _check(cuda_memory.copy_piece(source, target, num_bytes, stream))
 
 
 def batch_copy(
     source: int, target: int, runs: Runs, block_bytes: int, stream: torch.cuda.Stream
 ) -> Callable[[], None]:
-    """What copies all runs in one call, which raises HandoffFailed."""
+    """Returns a function that copies all runs in one call; it raises HandoffFailed."""
     return _batch_copy(
         source + runs.sources * block_bytes,
         target + runs.destinations * block_bytes,
@@ -137,7 +135,7 @@ def batch_copy(
 def rows_batch_copy(
     source: int, target: int, ids: Ids, cut: BlockCut, stream: torch.cuda.Stream
 ) -> Callable[[], None]:
-    """The same of each row's piece of each block."""
+    """The same for a piece of each row of each block."""
     rows = np.arange(cut.num_rows)
     there = ids[0][:, None] * cut.source_block_bytes + rows * cut.source_pitch + cut.source_offset
     here = ids[1][:, None] * cut.block_bytes + rows * cut.pitch + cut.offset
@@ -154,7 +152,7 @@ def copy_2d(
     num_rows: int,
     stream: torch.cuda.Stream,
 ) -> None:
-    """`num_rows` pieces of `width` bytes, `pitch` bytes apart. Raises HandoffFailed."""
+    """Copy `num_rows` pieces of `width` bytes, `pitch` bytes apart. Raises HandoffFailed."""
     status = runtime().cudaMemcpy2DAsync(
         ctypes.c_void_p(target),
         ctypes.c_size_t(pitch),
@@ -179,7 +177,7 @@ def _check(status: int) -> None:
 
 
 def choose(names: Sequence[str], gbytes_per_s: Sequence[float]) -> int:
-    """Which of the measured ways to take: the copy engines unless another clearly wins."""
+    """The index of the method to use: the copy engines, unless another is clearly faster."""
     best = max(gbytes_per_s)
     for index, (name, rate) in enumerate(zip(names, gbytes_per_s, strict=True)):
         if name == EngineCopy.name and best < rate * _KERNEL_MUST_BE_FASTER_BY:
@@ -189,7 +187,7 @@ def choose(names: Sequence[str], gbytes_per_s: Sequence[float]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Pinned memory for some blocks; the events come when it is full, and when empty again."""
+    """Pinned memory for some blocks, with events for when it is full and when it is empty again."""
 
     memory: Tensor
     is_full: torch.cuda.Event
@@ -197,16 +195,16 @@ class _Slot:
 
 
 class StagedCopy:
-    """A `CopyMethod` that needs no peer access; takes 32 MB of pinned memory, or four blocks.
+    """A `CopyMethod` that needs no peer access; it takes 32 MB of pinned memory, or four blocks.
 
-    Both directions are copy engines' work, ordered by events: the host only submits.
+    Copy engines work in both directions, ordered by events; the host only submits.
     """
 
     name = "staged"
     launches_at_once = False
 
     def __init__(self, address: int, source: torch.device, cut: BlockCut) -> None:
-        """`address` is that of the source's pool as `source`, its GPU, sees it."""
+        """`address`: of the source's pool on its GPU, `source`."""
         self._address = address
         self._source = source
         self._cut = cut
@@ -246,7 +244,7 @@ class StagedCopy:
             runs = find_runs(np.stack([source_ids, np.arange(len(source_ids))]))
             copy_pieces(self._address, slot, runs, cut.piece_bytes, self._stream)
             return
-        shape = (cut.width, cut.width, cut.num_rows, self._stream)  # tight in the slot
+        shape = (cut.width, cut.width, cut.num_rows, self._stream)  # contiguous in the slot
         for index, block_id in enumerate(source_ids.tolist()):
             source = self._address + block_id * cut.source_block_bytes + cut.source_offset
             copy_2d(source, cut.source_pitch, slot + index * cut.piece_bytes, *shape)

@@ -1,8 +1,8 @@
-"""A pool's GPU memory in other processes: exported by the source, found and mapped by pullers.
+"""A pool's GPU memory in other processes: exported by the source, mapped by pullers.
 
     source    cudaMalloc ─► handle ──(PoolExporter)──► puller    readable from its GPU? map it
 
-Handles and mappings themselves are engine/kv/cuda_memory.py's. Knows no block and no window.
+engine/kv/cuda_memory.py owns handles and mappings. Knows no block and no window.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def export_cuda_pool(
     key: bytes,
     parts: Sequence[PoolPart] = (),
 ) -> PoolExporter:
-    """Offer `kv` to this host's pullers that hold a key made from `key`.
+    """Export `kv` to this host's pullers that hold a key derived from `key`.
 
-    Raises StartupFailed if the GPU cannot, or it is offered already.
+    Raises StartupFailed if the GPU cannot, or if it is exported already.
     """
     device = kv.tensor.device
     memory = CudaMemory(gpu_uuid(device), export_handle(kv.address, device))
@@ -38,14 +38,14 @@ def export_cuda_pool(
 
 
 def gpu_uuid(device: torch.device) -> bytes:
-    """What names a GPU in every process."""
+    """The GPU's UUID, the same in all processes."""
     return uuid.UUID(str(torch.cuda.get_device_properties(device).uuid)).bytes
 
 
 def map_memory(memory: CudaMemory, num_bytes: int, device: torch.device) -> MappedMemory:
-    """Map a peer's memory with `device` current, which is who can then read it.
+    """Map a peer's memory for `device`, which can then read it.
 
-    Raises HandoffFailed: the handle is void, or what it opens is smaller than `num_bytes`.
+    Raises HandoffFailed if the handle is invalid or the memory is smaller than `num_bytes`.
     """
     try:
         mapped = map_handle(memory.ipc_handle, device)
@@ -60,7 +60,7 @@ def map_memory(memory: CudaMemory, num_bytes: int, device: torch.device) -> Mapp
 
 
 def _allocation_bytes(address: int) -> int:
-    """The size of the allocation that begins at `address`; 0 if the driver knows none."""
+    """The size of the allocation that begins at `address`; 0 if there is none."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     query = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2
     status = query(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
@@ -68,7 +68,7 @@ def _allocation_bytes(address: int) -> int:
 
 
 def find_gpu(wanted: bytes) -> torch.device:
-    """The GPU of this uuid; raises HandoffFailed if this process does not see it."""
+    """The GPU with this UUID. Raises HandoffFailed if this process cannot use it."""
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         if gpu_uuid(device) == wanted:

@@ -1,11 +1,11 @@
-"""One source's GPU pool as this process reaches it, whatever the way: judge, copy, judge again.
+"""One source's GPU pool, mapped into this process: check generations, copy, check again.
 
     start_pull, caller's thread    generations as announced? ─► copy on a side stream ─► event
     the window's thread            event ─► generations again? ─► on_done, once
 
-The copy is launched in parts: the first is on its way while the next is being prepared, or if they
-were before, launched. The generations lie in host memory: the source moves them before it launches
-what overwrites the block, and the second look comes when the copy has completed, so a copy that
+The copy is launched in parts: one is copied while the next is prepared, or launched if `prepare`
+was called before. The generations lie in host memory. The source changes them before it launches
+what overwrites the block, and the second check follows the completed copy, so a copy that
 overlapped a rewrite is stale.
 """
 
@@ -36,16 +36,16 @@ from .cuda_ipc_copy import MAX_BLOCKS, CopyMethod, choose
 _log = logging.getLogger(__name__)
 _MEASURED_BYTES = 64 << 20
 _MEASURED_COPIES, _MEASURED_TIMES = 6, 3
-_FIRST_PART, _PART = 128, MAX_BLOCKS  # blocks that are launched together
+_FIRST_PART, _PART = 128, MAX_BLOCKS  # blocks per launch
 
-# Map a peer's memory of so many bytes until the stack closes; the ways to copy that piece of its
-# blocks. Raises HandoffFailed.
+# Maps a peer's memory of so many bytes until the stack closes, and returns the methods to copy that
+# piece of its blocks. Raises HandoffFailed.
 Reach = Callable[[contextlib.ExitStack, CudaMemory, int, BlockPiece | None], Sequence[CopyMethod]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some blocks of the source with the generations that it announced; `start` copies them."""
+    """Some blocks of the source and their announced generations; `start` copies them."""
 
     source_ids: Ids
     announced: Generations
@@ -53,7 +53,7 @@ class _Part:
 
 
 class _Copy(Pull):
-    """A pull of which `parts` were launched; `outcome` is what is known already."""
+    """A pull of which `parts` were launched; `outcome`: what is known so far."""
 
     def __init__(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> None:
         super().__init__(pairs, on_done)
@@ -64,7 +64,7 @@ class _Copy(Pull):
 
 
 class CudaWindow(PullThread):
-    """A mapped pool, and the thread that waits for copies from it. `method` is how it copies."""
+    """A mapped pool, and the thread that waits for copies from it. `method`: how it copies."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class CudaWindow(PullThread):
     # -- opening ----------------------------------------------------------------------------------
 
     def _choose(self, methods: Sequence[CopyMethod]) -> tuple[CopyMethod, float]:
-        """Check and measure every way; the one to take and its GB/s."""
+        """Check and measure all methods. Returns the one to use and its GB/s."""
         rates = [self._measure(method) for method in methods]
         chosen = choose([method.name for method in methods], rates)
         _log.info(
@@ -114,10 +114,10 @@ class CudaWindow(PullThread):
         return methods[chosen], rates[chosen]
 
     def _measure(self, method: CopyMethod) -> float:
-        """GB/s of copying into memory of no use; raises HandoffFailed if the canary is wrong."""
+        """GB/s of copying into scratch memory. Raises HandoffFailed if the canary is wrong."""
         block, cut = self._pool[0], self._cut
         num_blocks = min(self._num_source_blocks, max(2, _MEASURED_BYTES // cut.piece_bytes))
-        # Backwards, so that no two blocks are one piece: the worst that a pull can be.
+        # Backwards, so that no two blocks are contiguous: the worst case of a pull.
         ids = np.tile(np.arange(num_blocks)[::-1], (2, 1))
         try:
             with torch.cuda.stream(self._stream):
@@ -132,7 +132,7 @@ class CudaWindow(PullThread):
         return num_bytes / statistics.median(times_s) / 1e9
 
     def _time_s(self, method: CopyMethod, ids: Ids, scratch: Tensor) -> float:
-        """Copies in a row, so that launching one hides behind the one before, as in a long pull."""
+        """Copies in a row: the launch of one overlaps the previous copy, as in a long pull."""
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()
@@ -146,11 +146,11 @@ class CudaWindow(PullThread):
 
     @property
     def num_steps(self) -> int | None:
-        """See `transport.PoolWindow`; not behind `close`."""
+        """See `transport.PoolWindow`. Must not be called after `close`."""
         return self._generations.num_steps()
 
     def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> Pull:
-        """Launches on the caller's thread where that is short: another would have to be woken."""
+        """Launches on the caller's thread if that is fast, to save a wake-up of the other."""
         copy = _Copy(pairs, on_done)
         if not self._copy.launches_at_once:
             return self._put(copy)
@@ -170,14 +170,14 @@ class CudaWindow(PullThread):
         return self._put(copy)
 
     def _parts_of(self, pairs: BlockPairs) -> Iterator[_Part]:
-        """A small one first, so that the link has work at once."""
+        """The first part is small, so that the link has work at once."""
         begin, size = 0, _FIRST_PART
         while begin < len(pairs):
             yield self._part(pairs[begin : begin + size])
             begin, size = begin + size, _PART
 
     def _part(self, pairs: BlockPairs) -> _Part:
-        """Raises HandoffFailed if there is no such block."""
+        """Raises HandoffFailed for a block id that the source does not have."""
         source_ids = pairs.ids[0]
         if source_ids.min() < 0 or source_ids.max() >= self._num_source_blocks:
             raise HandoffFailed("a manifest names a block outside the source's pool")
@@ -185,7 +185,7 @@ class CudaWindow(PullThread):
         return _Part(source_ids, pairs.generations, start)
 
     def _launch(self, copy: _Copy, parts: Iterable[_Part]) -> None:
-        """Start the copy, part by part; whatever stops it, what was started is waited for."""
+        """Start the copy, part by part. If it stops early, started parts are waited for."""
         copy.is_launched = True
         with torch.cuda.device(self._device):
             try:
@@ -193,15 +193,15 @@ class CudaWindow(PullThread):
                     if not self._launch_part(copy, part):
                         break
             except Exception as error:
-                # A pull that never reports would fence its memory for ever.
+                # A pull that never reports would keep its reservation for ever.
                 is_ours = not isinstance(error, HandoffFailed)
                 _log.error("no pull from %s: %s", self._incarnation, error, exc_info=is_ours)
                 copy.outcome = PullOutcome.FAILED
-            with contextlib.suppress(RuntimeError):  # a dead device: found again by the wait
+            with contextlib.suppress(RuntimeError):  # a dead device: the wait raises it again
                 copy.is_done.record(self._stream)
 
     def _launch_part(self, copy: _Copy, part: _Part) -> bool:
-        """Start one part; False if the pull is to end here."""
+        """Start one part. Returns False if the pull must end here."""
         if copy.is_cancelled:
             return False
         copy.outcome = self._judge(part)
@@ -216,7 +216,7 @@ class CudaWindow(PullThread):
             super()._run()
 
     def copy_blocks(self, pull: Pull) -> PullOutcome:
-        """Wait for a copy, which is launched now if it was not by its caller."""
+        """Wait for a copy; launch it first if `start_pull` did not."""
         assert isinstance(pull, _Copy)
         if not pull.is_launched:
             self._launch(pull, self._parts_of(pull.pairs))
@@ -227,11 +227,11 @@ class CudaWindow(PullThread):
                 outcome = self._judge(part)
         return PullOutcome.CANCELLED if pull.is_cancelled else outcome
 
-    def let_go(self) -> None:
-        """Only when all copies have ended is the memory unmapped."""
+    def release(self) -> None:
+        """Unmap the memory, after all copies have ended."""
         self._opened.close()
 
     def _judge(self, part: _Part) -> PullOutcome:
-        """Whether the source's blocks are still what was announced."""
+        """Whether the source's blocks still have the announced generations."""
         found = self._generations.read_many(part.source_ids)
         return PullOutcome.OK if np.array_equal(found, part.announced) else PullOutcome.STALE

@@ -1,8 +1,8 @@
-"""A few launches on one stream that can be repeated in one call: a CUDA graph, by the C interface.
+"""A few launches on one stream that one call repeats: a CUDA graph, through the C interface.
 
-torch's own graphs take its generator of random numbers while they are recorded, in every thread;
-these are recorded while an engine serves. What spoils a recording all the same: another thread that
-waits for the whole device, or that launches on the same stream, which must not be one of torch's.
+Torch's own graphs take its random number generator while they are recorded, in all threads; these
+graphs are recorded while an engine serves. A recording still fails if another thread synchronises
+the whole device, or launches on the same stream, which must not be one of torch's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 def take_stream(device: torch.device) -> torch.cuda.Stream:
-    """Nobody else's until it is given back: torch hands out the same 32 again and again.
+    """A stream of the caller's own until it is given back; torch's pool of 32 is shared.
 
     Raises RuntimeError.
     """
@@ -38,19 +38,19 @@ def take_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def give_back_stream(stream: torch.cuda.Stream) -> None:
-    """Once nothing of it runs. It is kept: torch crashes when it frees pinned memory that a stream
-    has copied which is no more."""
+    """Return a stream on which nothing runs. It is never destroyed: torch crashes when it frees
+    pinned memory that was copied on a destroyed stream."""
     _idle_streams[stream.device].append(stream)
 
 
 class LaunchGraph:
-    """What `record` launches on `stream`, with the same addresses each time.
+    """The launches of `record` on `stream`, with the same addresses each time.
 
-    What it calls must have run before: it may neither compile nor allocate.
+    All that `record` calls must have run before: it may neither compile nor allocate.
     """
 
     def __init__(self, stream: torch.cuda.Stream, record: Callable[[], None]) -> None:
-        """Nothing of it runs yet. Raises RuntimeError, or what `record` raises."""
+        """Record, without running it. Raises RuntimeError, or what `record` raises."""
         self._stream = ctypes.c_void_p(stream.cuda_stream)
         self._executable = ctypes.c_void_p()
         graph = ctypes.c_void_p()
@@ -70,10 +70,10 @@ class LaunchGraph:
         require(status)
 
     def launch(self) -> None:
-        """All of it, on its stream. Raises RuntimeError."""
+        """Launch all of it on its stream. Raises RuntimeError."""
         require(runtime().cudaGraphLaunch(self._executable, self._stream))
 
     def close(self) -> None:
-        """Once nothing of it runs."""
+        """Free it. It must not be running."""
         runtime().cudaGraphExecDestroy(self._executable)
         self._executable = ctypes.c_void_p()

@@ -1,1 +1,1 @@
-"""How a pool's memory reaches pullers of its host."""
+"""Exporting a pool's memory to pullers on the same host."""

@@ -10,11 +10,11 @@
           host memory    shape, parts                    [pool, generations]
           GPU memory     shape, GPU, IPC handle, parts   [generations]
 
-An engine of several ranks has a pool on each, with the KV heads and layers of that rank, each
-exported by its own process under an id of its own. Rank 0's pool has the engine's incarnation for
-an id, and every description lists the pools of all ranks. Blocks have the same ids in all of them,
-and one page of generations. The name lies in the kernel's abstract namespace: no path, nothing left
-behind by kill -9.
+Each rank of an engine has a pool with its KV heads and layers, which the rank's process exports
+under an id of its own. The id of rank 0's pool is the engine's incarnation, and every description
+lists the pools of all ranks. Block ids are the same in all of them, and there is one page of
+generations. The socket's name is in the kernel's abstract namespace: no path, and nothing is left
+after kill -9.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ...engine.kv.block_pool import CANARY_BLOCK
 from ..window.network_address import RemotePool, pair_key
 
 PURPOSE = b"pool 7"  # of the handshake, with the description's version
-ADDRESS = "this host"  # the same everywhere: the name has the rest
+ADDRESS = "this host"  # a constant: the socket's name identifies the pool
 MAX_DESCRIPTION_BYTES = 4096
 _MAX_FDS = 2
 _BACKLOG = 64
@@ -57,17 +57,16 @@ _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 class CudaMemory(msgspec.Struct, frozen=True, array_like=True):
     """Memory of a GPU that another process can open."""
 
-    # Which GPU, however processes number them.
+    # The GPU's UUID, which is the same in all processes.
     gpu_uuid: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     # cudaIpcMemHandle_t
     ipc_handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 
 
 class PoolPart(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's pool: what all blocks have of some KV heads and layers, (the first, how many).
+    """One rank's pool: the part of all blocks with these KV heads and layers (first, count).
 
-    `port`: where it is served to other hosts, as far as the sender knows. `host`: where it is, if
-    not on rank 0's.
+    `port`: where it is served to other hosts, if the sender knows. `host`: empty on rank 0's host.
     """
 
     pool: _PoolName
@@ -80,7 +79,7 @@ class PoolPart(msgspec.Struct, frozen=True, array_like=True):
 class PoolDescription(msgspec.Struct, frozen=True, array_like=True):
     """The memory that an exporter passes; without `cuda` it is host memory.
 
-    `incarnation` names this pool. `parts` are those of the whole engine in the order of its ranks.
+    `incarnation`: the id of this pool. `parts`: the pools of the whole engine, by rank.
     """
 
     incarnation: _PoolName
@@ -91,12 +90,12 @@ class PoolDescription(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_fds(self) -> int:
-        """Descriptors that come with it: the pool if it is host memory, the generation page."""
+        """How many descriptors come with it: the pool, if in host memory, and the generations."""
         return 2 if self.cuda is None else 1
 
     @property
     def engine(self) -> str:
-        """The incarnation of the engine, which is also that of its page of generations."""
+        """The incarnation of the engine and of its page of generations."""
         return self.parts[0].pool if self.parts else self.incarnation
 
     def pack(self) -> bytes:
@@ -111,15 +110,15 @@ class PoolDescription(msgspec.Struct, frozen=True, array_like=True):
             raise HandoffFailed(f"the exporter hung up or has another version: {error}") from error
 
     def require(self, incarnation: str, block_bytes: int | None) -> None:
-        """Raises HandoffFailed unless it is this incarnation's pool, in blocks of this size, if
-        one is given."""
+        """Raises HandoffFailed unless it is this incarnation's pool with blocks of `block_bytes`
+        (None: any)."""
         if self.incarnation != incarnation:
             raise HandoffFailed(f"the exporter is {self.incarnation}")
         if block_bytes not in (None, self.block_bytes):
             raise HandoffFailed(f"a block has {self.block_bytes} bytes there, {block_bytes} here")
 
 
-# Made once, here: two threads that meet a type for the first time crash msgspec.
+# Created at import: msgspec crashes when two threads use a type for the first time.
 _decoder = msgspec.msgpack.Decoder(PoolDescription)
 
 
@@ -127,11 +126,11 @@ _decoder = msgspec.msgpack.Decoder(PoolDescription)
 def received(
     source: RemotePool, block_bytes: int | None = None
 ) -> Iterator[tuple[PoolDescription, list[int]]]:
-    """From the pool's exporter, in blocks of this size, if one is given; the descriptors are open
-    as long as the `with` block lasts.
+    """The description and descriptors of a pool with blocks of `block_bytes` (None: any), from its
+    exporter. The descriptors are closed at the end of the `with` block.
 
-    Raises HandoffFailed: nobody exports it, another user does, it does not hold the key, what came
-    is no description, or another pool's. Blocks for up to a second if the exporter hangs.
+    Raises HandoffFailed if the pool is not exported, the exporter is another user's or does not
+    hold the key, or the description is invalid. Blocks for up to a second if the exporter hangs.
     """
     with contextlib.ExitStack() as opened:
         description, fds = _receive(source, opened)
@@ -141,7 +140,7 @@ def received(
 
 def _receive(source: RemotePool, opened: contextlib.ExitStack) -> tuple[PoolDescription, list[int]]:
     name = source.name
-    address = socket_address(name)  # which looks at the name, too
+    address = socket_address(name)  # also checks the name
     ours = Dialer(source.key, PURPOSE, dialer=source.puller, listener=name, address=ADDRESS)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_TIMEOUT_S)
@@ -166,25 +165,25 @@ def _receive(source: RemotePool, opened: contextlib.ExitStack) -> tuple[PoolDesc
 
 
 def describe(source: RemotePool) -> PoolDescription:
-    """`received` without the memory."""
+    """Like `received`, without the memory."""
     with received(source) as (description, _):
         return description
 
 
 class PoolExporter:
-    """Passes a description and file descriptors to processes of the same user that hold a puller's
-    key, until `close`. What is described and the descriptors must stay open as long.
+    """Sends a description and file descriptors to processes of the same user that hold a puller's
+    key, until `close`. The memory and the descriptors must stay open as long.
     """
 
     def __init__(self, description: PoolDescription, fds: Sequence[int], key: bytes) -> None:
-        """`key`: what pullers' keys are made from. Raises StartupFailed if the incarnation is
+        """`key`: pullers' keys are derived from it. Raises StartupFailed if the incarnation is
         exported already."""
         self._incarnation = description.incarnation
         self._packed = description.pack()
         self._fds = list(fds)
         self._key = key
         self._newcomers = Newcomers()
-        # SEQPACKET: each message arrives as one or not at all, descriptors with it.
+        # SEQPACKET: each message arrives whole, with its descriptors, or not at all.
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             listener.bind(socket_address(description.incarnation))
@@ -195,7 +194,7 @@ class PoolExporter:
         self._accepting = AcceptThread(listener, "kv-exporter", self._newcomers, self._hand_over)
 
     def close(self) -> None:
-        """Stop serving. Mappings that pullers hold stay valid."""
+        """Stop serving. Existing mappings of pullers stay valid."""
         self._accepting.close()
         self._newcomers.close(_TIMEOUT_S)
 

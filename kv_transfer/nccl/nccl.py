@@ -1,11 +1,11 @@
 """`nccl`: blocks between GPUs without peer access, over whatever link NCCL finds.
 
-    puller   draws the pair's id ─► data connection, mode NCCL ─► both ends connect, aside
+    puller   draws the pair's id ─► data connection, mode NCCL ─► both ends connect
     a pull   request ─► send ~ receive, part by part ─► generations still the same? verdict
 
-Each pair of ranks has a communicator of its own; when it stalls, or the connection ends, it is
-aborted alone, the pull fails, and the next pull makes a new one, which takes too long to do within
-a pull. Across two hosts it has never been tried.
+Each pair of ranks has its own communicator. When it stalls, or the connection ends, only this
+communicator is aborted and the pull fails; the next pull creates a new one, since that takes too
+long within a pull. Not tested across two hosts.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ..window.block_pieces import BlockCut, BlockPiece
 from ..window.network_address import RemotePool
 from .nccl_lane import NcclLane
 
-_SET_UP_S = 20.0  # to connect, and for first transfers, which connect further
+_SET_UP_S = 20.0  # to connect, and for the first transfers, which connect further
 _SLOWEST_BYTES_PER_S = 1e9
 _MAX_REQUEST_BLOCKS = wire.MAX_REQUEST_BLOCKS
 
-# A source's end of a pair, for pieces of that cut and the pair's id. Raises HandoffFailed.
+# Opens a source's end of a pair, for pieces of that cut and the pair's id. Raises HandoffFailed.
 OpenOutlet = Callable[[BlockCut, bytes, Deadline], NcclLane]
-# A puller's end, for its piece of blocks. Raises HandoffFailed.
+# Opens a puller's end, for its piece of blocks. Raises HandoffFailed.
 OpenCarrier = Callable[[BlockPiece | None, bytes, Deadline], NcclLane]
 
 
 class NcclOutlet:
-    """Sends pieces over a communicator with the puller. With `open_lane` a `MakeOutlet`."""
+    """Sends pieces over a communicator. A `MakeOutlet`, once `open_lane` is bound."""
 
     def __init__(
         self, open_lane: OpenOutlet, stream: Stream, cut: BlockCut, unique_id: bytes
@@ -52,7 +52,7 @@ class NcclOutlet:
 
 
 class NcclTransport:
-    """Opens windows onto pools of GPUs, wherever NCCL connects them."""
+    """Opens windows onto pools of GPUs that NCCL can connect."""
 
     name = "nccl"
 
@@ -63,16 +63,16 @@ class NcclTransport:
         new_id: Callable[[], bytes],
         wrap: WrapSocket = lambda connection: connection,
     ) -> None:
-        """`open_lane` writes to the pool where blocks are copied to."""
+        """`open_lane`: opens lanes that write to the local pool."""
         self._open_lane = open_lane
         self._block_bytes = block_bytes
         self._new_id = new_id
         self._wrap = wrap
 
     def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> RemoteWindow:
-        """Raises HandoffFailed: the source has no port or no GPU, or NCCL does not connect them.
+        """Raises HandoffFailed if the source has no port or no GPU, or NCCL does not connect.
 
-        Takes seconds: NCCL looks for a way.
+        Takes seconds, in which NCCL searches for a link.
         """
         if not source.port:
             raise HandoffFailed("the source has no port")
@@ -91,7 +91,7 @@ class NcclTransport:
 
 
 class _NcclCarrier:
-    """See `Carrier`: a new pair with each connection."""
+    """A `Carrier` with a new pair for each connection."""
 
     transport = "nccl"
     connects_quickly = False
@@ -115,7 +115,7 @@ class _NcclCarrier:
         return True
 
     def commit(self, block_ids: Ids) -> None:
-        """They lie there already; nobody has read them."""
+        """Nothing to do: `receive` wrote to the pool, to blocks that nothing reads before."""
 
     def first_piece(self) -> bytes:
         assert self._lane is not None
@@ -128,5 +128,5 @@ class _NcclCarrier:
 
 
 def _deadline(stream: Stream, num_bytes: int) -> Deadline:
-    """When a transfer beside `stream` is taken for stalled."""
+    """When a transfer is treated as stalled; it ends too if `stream` closes."""
     return stream.watched(SILENCE_S + num_bytes / _SLOWEST_BYTES_PER_S)

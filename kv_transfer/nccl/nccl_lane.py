@@ -1,12 +1,11 @@
-"""Blocks between two GPUs through staging buffers and a communicator of the pair, in parts.
+"""Blocks between two GPUs through staging buffers and the pair's communicator, in parts.
 
     source   pool ─gather─► slot 0  slot 1 ... ─send─►  ~  ─receive─► slot 0  slot 1 ... ─scatter─►
              copy stream                     wire stream                        copy stream    pool
 
-While one part is on the wire the next is gathered and the last is scattered: the streams wait for
-each other, the host only launches, some parts ahead, and all of it out of graphs. Nobody waits for
-a peer longer than to a deadline: then the pair is aborted, and what was launched has ended before
-that is reported.
+While one part is on the wire, the next is gathered and the previous one is scattered. The streams
+wait for each other; the host only launches CUDA graphs, some parts ahead. Waits for a peer have a
+deadline: then the pair is aborted, and all that was launched has ended before that is reported.
 """
 
 from __future__ import annotations
@@ -34,23 +33,24 @@ from .nccl_pair import PULLER_RANK, SOURCE_RANK, NcclPair
 
 _NUM_SLOTS = 2
 _ID_BYTES = 8
-_NUM_AHEAD = 6  # parts launched and not over: without a peer that goes on, little more is launched
+_NUM_AHEAD = 6  # parts launched and not over: bounds what is launched while the peer stalls
 
 _MOST_BYTES, _MOST_BLOCKS = 192 << 20, 1024  # at 360 GB/s 0.56 ms
-_SPARE_BYTES = 2 << 20  # what the last may carry for nothing: shorter than one part more would take
-_MOST_SPARE = 16  # the same, as a share of the largest
-_SMALL = 4  # first and last: a share of the largest
+_SPARE_BYTES = 2 << 20  # padding of the last part: takes less time than another part
+_MOST_SPARE = 16  # the same, as a divisor of the largest part
+_SMALL = 4  # first and last part: a divisor of the largest
 
-# Compiling, taking memory and recording disturb each other.
+# Compiling, allocating and recording graphs disturb each other.
 _one_at_a_time = threading.Lock()
 
 
 class RequestParts:
-    """How a request for many blocks, in pieces of so many bytes, is cut into parts of few sizes.
+    """How a request for many blocks is cut into parts of a few sizes.
 
-    The same at both ends, so a part of the protocol (data_wire.py has its version). The first part
-    is small, since the wire waits until it is gathered, and the last, since we wait until it is
-    scattered; in between each is at most twice the one before. `sizes`: in blocks, ascending.
+    Both ends must cut alike, so it belongs to the protocol (data_wire.py has the version). The
+    first part is small since the wire is idle until it is gathered, the last since the pull waits
+    until it is scattered; in between each part has at most twice the size of the previous one.
+    `sizes`: in blocks, ascending.
     """
 
     def __init__(self, piece_bytes: int) -> None:
@@ -61,7 +61,7 @@ class RequestParts:
         self.sizes = upto[bisect.bisect_right(upto, self._spare + 1) - 1 :]
 
     def cut(self, num_blocks: int) -> Iterator[tuple[int, int]]:
-        """Where each part begins, and how many blocks it has: the last may have some too many."""
+        """Each part's first block and size; the last part may have more blocks than are left."""
         small = self.sizes[-1] // _SMALL
         begin, limit = 0, small
         while (left := num_blocks - begin) > 0:
@@ -73,7 +73,8 @@ class RequestParts:
             begin, limit = begin + size, 2 * size
 
     def _fitting(self, num_blocks: int) -> int:
-        """All of them, if few places are left over; else the most that fill theirs."""
+        """The smallest size for all of them, if it needs little padding; otherwise the largest size
+        that they fill."""
         index = bisect.bisect_left(self.sizes, num_blocks)
         if index < len(self.sizes) and self.sizes[index] - num_blocks <= self._spare:
             return self.sizes[index]
@@ -85,7 +86,7 @@ class RequestParts:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What travels of each block of a pool."""
+    """The piece of each block that is transferred."""
 
     first_head: int
     num_heads: int
@@ -100,7 +101,7 @@ class _Piece:
         return 2 * self.num_layers * self.num_heads * kv.layout.head_bytes
 
     def to_pool(self, kv: CudaKvMemory) -> BlockPiece:
-        """From staging, where it lies tightly, to `kv`."""
+        """From staging, where it is contiguous, to `kv`."""
         layout, heads, layers = kv.layout, self.num_heads, self.num_layers
         return BlockPiece(
             0,
@@ -109,7 +110,7 @@ class _Piece:
         )
 
     def from_pool(self, kv: CudaKvMemory) -> BlockPiece:
-        """The other way."""
+        """From `kv` to staging."""
         layout, heads, layers = kv.layout, self.num_heads, self.num_layers
         return BlockPiece(
             0,
@@ -119,9 +120,9 @@ class _Piece:
 
 
 class _Slot:
-    """Staging for one part, and the work on it at this end: gather and send, or receive, scatter.
+    """Staging for one part, and this end's work on it: gather and send, or receive and scatter.
 
-    `blocks` [most, layers, 2, heads, block_size, dim], of what travels of each block of `kv`.
+    `blocks` [most, layers, 2, heads, block_size, dim]: the pieces of the blocks of `kv`.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class _Slot:
         pair: NcclPair,
         copying: torch.cuda.Stream,
     ) -> None:
-        """Raises RuntimeError: no memory for staging."""
+        """Raises RuntimeError if there is no memory for staging."""
         _, two, _, block_size, dim = kv.layout.block_shape
         pool, device = kv.tensor, kv.tensor.device
         self._pair, self._copying = pair, copying
@@ -160,7 +161,7 @@ class _Slot:
         self._kernel.copy(there, here, target)
 
     def record(self, sizes: Iterable[int]) -> None:
-        """All work on parts of these sizes, once the pair has transferred something.
+        """Record graphs for parts of these sizes. The pair must have transferred something before.
 
         Raises HandoffFailed or RuntimeError.
         """
@@ -169,8 +170,8 @@ class _Slot:
             self._transfers[size] = self._pair.record_transfer(self.blocks[:size])
 
     def launch(self, size: int, ids: int | None, is_over: torch.cuda.Event) -> None:
-        """A part: `size` blocks of the pool, whose ids lie pinned at address `ids` until it is
-        over; or the wire alone."""
+        """Launch a part of `size` blocks of the pool; `ids`: the address of their ids in pinned
+        memory, which must stay until it is over. None: only the transfer."""
         if self._pair.sends:
             self._launch_copy(size, ids, self._is_empty, self._is_full)
             self._launch_transfer(size, self._is_full, self._is_empty)
@@ -200,17 +201,17 @@ class _Slot:
         when_done.record(stream)
 
     def close(self) -> None:
-        """Once nothing of it runs; the transfers are the pair's."""
+        """Free the copies' graphs, when none of them runs; the pair frees those of transfers."""
         for graph in self._copies.values():
             graph.close()
         self._copies.clear()
 
 
 class NcclLane:
-    """One end of a pair, to carry a piece of blocks."""
+    """One end of a pair that transfers a piece of blocks."""
 
     def __init__(self, kv: CudaKvMemory, piece: _Piece, pair: NcclPair) -> None:
-        """To be connected. Raises RuntimeError: no memory for staging."""
+        """`connect` must follow. Raises RuntimeError if there is no memory for staging."""
         self._pair = pair
         self._is_open = True
         self._device = kv.tensor.device
@@ -220,17 +221,17 @@ class NcclLane:
             self._copying = take_stream(self._device)
             make_slot = partial(_Slot, kv, piece, self._most, pair, self._copying)
             self._slots = [make_slot() for _ in range(_NUM_SLOTS)]
-            self._over = _events(_NUM_AHEAD)  # of the last parts, taken in turn
-            # A last part may have some blocks too many.
+            self._over = _events(_NUM_AHEAD)  # of the last parts, used in turn
+            # A last part may have padding.
             most_ids = MAX_REQUEST_BLOCKS + self._most
             self._pinned = torch.empty(most_ids, dtype=torch.int64, pin_memory=True)
             self._ids, self._ids_address = self._pinned.numpy(), self._pinned.data_ptr()
-            # The memory is ours before other streams use it.
+            # The allocations must be complete before other streams use them.
             torch.cuda.current_stream(self._device).synchronize()
 
     def connect(self, deadline: Deadline) -> None:
-        """Transfer something, which connects further; record all work; meet the peer, who has done
-        the same. Raises HandoffFailed."""
+        """Transfer something, which connects further; record all graphs; wait until the peer has
+        done the same. Raises HandoffFailed."""
         with self._aborting():
             self._pair.transfer(self._slots[0].blocks[:1], deadline)
             self._over[0].record(self._pair.stream)
@@ -242,21 +243,24 @@ class NcclLane:
             self._pair.wait(self._over[0], deadline)
 
     def send(self, block_ids: Ids, deadline: Deadline) -> None:
-        """Returns when the peer has them and the pool is read no more. Raises HandoffFailed."""
+        """Returns when the peer has the blocks and the pool is not read any more. Raises
+        HandoffFailed."""
         self._carry(len(block_ids), block_ids, deadline)
 
     def receive(self, num_blocks: int, block_ids: Ids | None, deadline: Deadline) -> None:
-        """Into these blocks, or nowhere; returns when they lie there. Raises HandoffFailed, after
-        which nothing writes to them."""
+        """Receive into these blocks (None: into staging only); returns when that is complete.
+
+        Raises HandoffFailed, after which nothing writes to them.
+        """
         self._carry(num_blocks, block_ids, deadline)
 
     def first_piece(self) -> bytes:
-        """Of the blocks that were last received, if they were few enough for one part."""
+        """The first piece of the last `receive`, if its blocks fit into one part."""
         piece: bytes = self._slots[0].blocks[0].view(torch.uint8).cpu().numpy().tobytes()
         return piece
 
     def close(self) -> None:
-        """Quicker than an orderly end, for which both ends would have to be here."""
+        """Abort: faster than an orderly end, which needs both ends."""
         self._pair.abort()
         if self._is_open:
             self._is_open = False
@@ -267,11 +271,11 @@ class NcclLane:
             give_back_stream(self._copying)
 
     def _carry(self, num_blocks: int, block_ids: Ids | None, deadline: Deadline) -> None:
-        """All parts, one after the other; without ids what is on the wire alone."""
+        """Launch all parts in order; without ids only the transfers."""
         with self._aborting():
             if block_ids is not None:
                 self._ids[:num_blocks] = block_ids
-                self._ids[num_blocks:][: self._most] = block_ids[-1]  # once more does no harm
+                self._ids[num_blocks:][: self._most] = block_ids[-1]  # padding repeats a block
             slots, events = itertools.cycle(self._slots), itertools.cycle(self._over)
             for begin, size in self._parts.cut(num_blocks):
                 is_over = next(events)
@@ -283,7 +287,7 @@ class NcclLane:
 
     @contextlib.contextmanager
     def _aborting(self) -> Iterator[None]:
-        """Whatever goes wrong ends the pair; what was launched has ended when that is reported."""
+        """If the body raises, abort the pair; what was launched has ended before that is raised."""
         try:
             with torch.cuda.device(self._device):
                 yield
@@ -301,7 +305,7 @@ def _events(count: int) -> list[torch.cuda.Event]:
 def open_source_lane(
     kv: CudaKvMemory, cut: BlockCut, unique_id: bytes, deadline: Deadline
 ) -> NcclLane:
-    """The source's end, for what `cut` takes of its blocks. Raises HandoffFailed."""
+    """Open the source's end, for the piece `cut` of its blocks. Raises HandoffFailed."""
     piece = _Piece.whole(kv) if cut.is_whole else _piece_of(cut, kv)
     return _open_lane(kv, piece, unique_id, SOURCE_RANK, deadline)
 
@@ -309,7 +313,7 @@ def open_source_lane(
 def _piece_of(cut: BlockCut, kv: CudaKvMemory) -> _Piece:
     head_bytes, row_bytes = kv.layout.head_bytes, kv.layout.num_kv_heads * kv.layout.head_bytes
     num_rows, width = cut.num_rows, cut.width
-    if num_rows == 1 and width % row_bytes == 0:  # whole rows behind each other
+    if num_rows == 1 and width % row_bytes == 0:  # contiguous whole rows
         num_rows, width = width // row_bytes, row_bytes
     row, begin = divmod(cut.source_offset, row_bytes)
     is_of_rows = cut.source_pitch in (row_bytes, cut.source_block_bytes)
@@ -321,7 +325,7 @@ def _piece_of(cut: BlockCut, kv: CudaKvMemory) -> _Piece:
 def open_puller_lane(
     kv: CudaKvMemory, piece: BlockPiece | None, unique_id: bytes, deadline: Deadline
 ) -> NcclLane:
-    """The puller's end, for what `piece` fills of our blocks. Raises HandoffFailed."""
+    """Open the puller's end, for `piece` of the local blocks. Raises HandoffFailed."""
     mine = _Piece.whole(kv)
     if piece is not None:
         heads, layers = piece.heads, piece.layers
@@ -333,7 +337,7 @@ def _open_lane(
     kv: CudaKvMemory, piece: _Piece, unique_id: bytes, rank: int, deadline: Deadline
 ) -> NcclLane:
     try:
-        with contextlib.ExitStack() as opened:  # whatever happens, the peer must not wait for us
+        with contextlib.ExitStack() as opened:  # on any error the peer must not be left waiting
             pair = NcclPair(unique_id, rank, kv.tensor.device)
             opened.callback(pair.abort)
             pair.wait_ready(deadline)

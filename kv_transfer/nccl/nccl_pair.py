@@ -1,8 +1,8 @@
-"""A communicator of two ranks, by NCCL's C interface: it never blocks, and can be aborted alone.
+"""A communicator of two ranks, through NCCL's C interface: non-blocking, and aborted on its own.
 
-To launch a transfer takes NCCL 0.15 to 0.25 ms where it may not block; out of a graph, 0.03.
-torch's own process groups have a watchdog that ends the process over one peer that hangs; here a
-pair that hangs ends, and nothing else. The library is the one that torch has loaded.
+Launching a transfer takes 0.15 to 0.25 ms in non-blocking mode, and 0.03 ms from a graph. The
+watchdog of torch's process groups ends the process when one peer hangs; here only the pair ends.
+The library is the one that torch has loaded.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SOURCE_RANK, PULLER_RANK = 0, 1
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1  # ncclUint8
 _MAGIC = 0xCAFEBEEF
-_VERSION = 21_800  # of the fields below that count: 2.18
+_VERSION = 21_800  # that has the fields below: 2.18
 _UNDEFINED = -(2**31)
-_LOOK_S = 20e-6  # NCCL has no event for when it is done: it has to be polled
+_LOOK_S = 20e-6  # NCCL signals no completion on the host: it is polled
 _ABORT_S = 20.0  # on a dead device it may never end
-_RECORD_S = 10.0  # half a millisecond, where nothing is wrong
-_QUICK_LOOKS = 100  # a transfer is launched within some 10 us, less than the shortest sleep
+_RECORD_S = 10.0  # normally half a millisecond
+_QUICK_LOOKS = 100  # without sleep: a transfer is launched in 10 us, less than the shortest sleep
 
 
 class _UniqueId(ctypes.Structure):
@@ -43,7 +43,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """The beginning of ncclConfig_t; by `size` and `version` NCCL knows how much of it there is."""
+    """The first fields of ncclConfig_t; `size` and `version` tell NCCL which fields exist."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -61,10 +61,10 @@ class _Config(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Raises HandoffFailed where there is none."""
-    # On hosts whose GPUs are shared, a program that multicasts can take them all down.
+    """Raises HandoffFailed if it is not loaded."""
+    # On hosts with shared GPUs, a program that uses multicast can take all of them down.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    # What is recorded would map our memory into the peer, and the reverse; measured: no faster.
+    # Recorded transfers would map each end's memory into the other; measured: not faster.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     try:
         library = ctypes.CDLL("libnccl.so.2")
@@ -75,17 +75,17 @@ def _library() -> ctypes.CDLL:
 
 
 def new_unique_id() -> bytes:
-    """What two ranks find each other by. Raises HandoffFailed."""
+    """The id by which two ranks connect. Raises HandoffFailed."""
     unique_id = _UniqueId()
     _check(_library().ncclGetUniqueId(ctypes.byref(unique_id)), "no id")
     return bytes(unique_id.internal)
 
 
 class NcclPair:
-    """One end. Work goes to its `stream`, in order; the other end must do the counterparts."""
+    """One end. Work is queued on its `stream`; the other end must launch the counterparts."""
 
     def __init__(self, unique_id: bytes, rank: int, device: torch.device) -> None:
-        """Begin to connect; `wait_ready` returns when it is done.
+        """Begin to connect; `wait_ready` returns when that is done.
 
         Raises HandoffFailed or RuntimeError.
         """
@@ -120,7 +120,7 @@ class NcclPair:
             _check(status, "no communicator")
 
     def wait_ready(self, deadline: Deadline) -> None:
-        """Until what was begun on the host is done. Raises HandoffFailed."""
+        """Wait until NCCL's work on the host is done. Raises HandoffFailed."""
         num_looks = 0
         while self._state() == _IN_PROGRESS:
             deadline.remaining_s()
@@ -129,18 +129,18 @@ class NcclPair:
                 time.sleep(_LOOK_S)
 
     def wait(self, event: torch.cuda.Event, deadline: Deadline) -> None:
-        """Until `event` has come. Raises HandoffFailed: it does not, or the peer is gone."""
+        """Wait for `event`. Raises HandoffFailed at the deadline, or if the peer is gone."""
         while not event.query():  # type: ignore[no-untyped-call]
             self._state()
             deadline.remaining_s()
             time.sleep(_LOOK_S)
 
     def abort(self) -> None:
-        """End it, and all that was launched on its stream, whether the peer is there or not."""
+        """End it, and all that was launched on its stream, with or without the peer."""
         if not self._communicator:
             return
         communicator, self._communicator = self._communicator, ctypes.c_void_p()
-        # To abort stops what runs, then waits for the graphs to go, which must have stopped first.
+        # An abort stops what runs, then waits until the graphs are freed, which must have ended.
         aborting = threading.Thread(target=self._abort, args=(communicator,), daemon=True)
         aborting.start()
         with contextlib.suppress(RuntimeError):  # a dead device: nothing runs there
@@ -157,7 +157,7 @@ class NcclPair:
             self._nccl.ncclCommAbort(communicator)
 
     def transfer(self, buffer: Tensor, deadline: Deadline) -> None:
-        """All bytes of `buffer`, from the source's to the puller's, on the pair's stream.
+        """Transfer all bytes of `buffer`, from the source's to the puller's, on the pair's stream.
 
         Raises HandoffFailed.
         """
@@ -175,17 +175,17 @@ class NcclPair:
             _check(status, "a transfer was refused")
 
     def record_transfer(self, buffer: Tensor) -> LaunchGraph:
-        """The same, to be launched again and again, until the pair is aborted; not as its first.
+        """The same as a graph, usable until the pair is aborted; not for the pair's first transfer.
 
         Raises HandoffFailed or RuntimeError.
         """
-        # Whoever hangs up meanwhile: NCCL's own thread must have left the recording when it ends.
+        # Even if the peer hangs up: NCCL's thread must have left the recording before it ends.
         graph = LaunchGraph(self.stream, partial(self.transfer, buffer, Deadline(_RECORD_S)))
         self._graphs.append(graph)
         return graph
 
     def _state(self) -> int:
-        """Of what the host does: in progress or not. Raises HandoffFailed for anything else."""
+        """NCCL's state on the host: in progress or done. Raises HandoffFailed for any other."""
         if not self._communicator:
             raise HandoffFailed("NCCL: the pair was aborted")
         state = ctypes.c_int()

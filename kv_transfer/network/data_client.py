@@ -1,7 +1,7 @@
-"""The puller's end of a data connection: proves itself, then requests blocks and receives verdicts.
+"""The puller's end of a data connection: authenticates, requests blocks and receives verdicts.
 
-Owns one connection at a time; what it carries, and where to, is for its user, as is what follows
-when it breaks (ConnectionBroken).
+Owns one connection. Its user decides which blocks to request, where they go, and what to do when
+the connection breaks (ConnectionBroken).
 """
 
 from __future__ import annotations
@@ -25,45 +25,44 @@ _SLOWEST_BYTES_PER_S = 1e6
 
 
 def seconds_for(num_bytes: int) -> float:
-    """Within which so many bytes have come."""
+    """The longest that receiving `num_bytes` may take."""
     return _SPARE_S + num_bytes / _SLOWEST_BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True)
 class DataClient:
-    """A connection that the source has accepted."""
+    """A connection that the source has accepted. All methods raise HandoffFailed, after which the
+    connection cannot be used."""
 
     stream: Stream
     mode: wire.Mode
     description: PoolDescription
 
     def request(self, ids: Ids, generations: Generations) -> PullOutcome | None:
-        """Request blocks. None: they come, and a verdict behind them; else why they do not.
-
-        Raises HandoffFailed, as all here, after which the connection is of no use.
-        """
+        """Request blocks. None: the source sends them, and then a verdict. Otherwise the verdict,
+        without blocks."""
         deadline = Deadline(SILENCE_S)
         self.stream.write(wire.pack_request(ids, generations), deadline)
-        refusal = self._answer(deadline) if self.mode.sends_begin else None
+        refusal = self._receive_outcome(deadline) if self.mode.sends_begin else None
         if refusal is PullOutcome.OK:
             raise HandoffFailed("the source sent its verdict before the blocks")
         return refusal
 
     def verdict(self) -> PullOutcome:
-        """On all that came."""
-        outcome = self._answer(Deadline(SILENCE_S))
+        """The source's verdict on all blocks that were received."""
+        outcome = self._receive_outcome(Deadline(SILENCE_S))
         if outcome is None:
             raise HandoffFailed("the source began again")
         return outcome
 
-    def _answer(self, deadline: Deadline) -> PullOutcome | None:
+    def _receive_outcome(self, deadline: Deadline) -> PullOutcome | None:
         frame = self._frame(deadline)
         if isinstance(frame, wire.DataFrame):
             raise HandoffFailed("the source sent something else than its verdict")
         return frame
 
     def receive_data(self, target: memoryview, deadline: Deadline) -> bool:
-        """Fill `target` from data frames; False if any of them was damaged on the way."""
+        """Fill `target` from data frames. Returns False if any of them was damaged."""
         is_intact, num_bytes = True, 0
         while num_bytes < len(target):
             frame = self._frame(deadline)
@@ -92,12 +91,11 @@ def connect(
     pair_id: bytes = b"",
     deadline: Deadline | None = None,
 ) -> DataClient:
-    """Reach exactly this pool; without `cut` for its description alone.
+    """Connect to this pool; without `cut` only for its description.
 
-    `pair_id` is what `mode` wants.
+    `pair_id`: the id that `mode` needs. Takes at most `SILENCE_S`.
 
-    Raises ConnectionBroken, or HandoffFailed: nobody is there, or it does not know the key. Takes
-    as long as a silence at most.
+    Raises ConnectionBroken, or HandoffFailed if nothing listens there or it does not know the key.
     """
     deadline = deadline or Deadline(SILENCE_S)
     try:
@@ -119,7 +117,7 @@ def connect(
 def describe_remote(
     source: RemotePool, wrap: WrapSocket = lambda connection: connection
 ) -> PoolDescription:
-    """As `pool_address.describe`, from afar."""
+    """Like `pool_address.describe`, over a network."""
     recovery = Recovery()
     while True:
         try:

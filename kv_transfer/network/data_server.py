@@ -2,8 +2,8 @@
 
     accept ─► opening, proof: within 2 s ─► requests: (judge ─► begin) ─► send ─► judge ─► verdict
 
-Whoever has not proven itself in time is closed, the eldest first when there are many, so that a
-crowd that proves nothing cannot keep a puller out. How blocks travel is for the outlets.
+A connection that does not authenticate in time is closed, the oldest first when there are many, so
+that connections without a key cannot keep a puller out. The outlets send the blocks.
 """
 
 from __future__ import annotations
@@ -41,26 +41,27 @@ _BACKLOG = 1024
 
 
 class Outlet(Protocol):
-    """One puller's way to get blocks."""
+    """Sends blocks to one puller."""
 
     def send(self, block_ids: Ids) -> None:
         """Send the pieces of these blocks, which may repeat.
 
-        Returns when the pool is read no more for them. Raises HandoffFailed, and ends the puller.
+        Returns when the pool is not read for them any more. Raises HandoffFailed: the puller's
+        connection must end.
         """
         ...
 
     def close(self) -> None: ...
 
 
-# For one puller that has proven itself: its connection, its piece of the blocks, the id that its
-# mode has. Raises HandoffFailed.
+# Arguments: an authenticated puller's connection, its piece of the blocks, the id that its mode
+# needs. Raises HandoffFailed.
 MakeOutlet = Callable[[Stream, BlockCut, bytes], Outlet]
 
 
 @dataclass(frozen=True, slots=True)
 class ServedPool:
-    """What a rank serves: its pool, the generations, what pullers' keys are made from."""
+    """What a rank serves: its pool, the generations, the key that pullers' keys derive from."""
 
     description: PoolDescription
     generations: GenerationsReader
@@ -68,7 +69,7 @@ class ServedPool:
 
 
 class DataServer:
-    """Serves until `close`. `port` is where."""
+    """Serves one rank's pool at `port` until `close`."""
 
     def __init__(
         self,
@@ -77,7 +78,8 @@ class DataServer:
         outlets: Mapping[wire.Mode, MakeOutlet],
         wrap: WrapSocket = lambda connection: connection,
     ) -> None:
-        """Listen at `host`, on a port of its own; `names` are the hosts that pullers dial for it.
+        """Listen at `host`, on a port that the system chooses. `names`: the host names that pullers
+        dial to reach it.
 
         Raises StartupFailed if there is no such host.
         """
@@ -97,12 +99,12 @@ class DataServer:
         self._addresses = [f"{name}:{self.port}" for name in names]
 
     def start(self, pool: ServedPool) -> None:
-        """Answer from now on: the ports of all ranks are in the description."""
+        """Begin to serve `pool`, whose description has the ports of all ranks."""
         self._pool = pool
-        self._accepting = AcceptThread(self._listener, "kv-data", self._newcomers, self._attend)
+        self._accepting = AcceptThread(self._listener, "kv-data", self._newcomers, self._serve)
 
     def close(self) -> None:
-        """Hang up on everybody; what was being sent is over then, or takes too long to wait."""
+        """Close all connections, and wait for a moment until nothing is sent any more."""
         self._accepting.close()
         with self._lock:
             self._is_closed = True
@@ -110,20 +112,20 @@ class DataServer:
                 stream.hang_up()
         self._newcomers.close(_CLOSE_S)
 
-    def _attend(self, connection: socket.socket) -> None:
-        """One connection's thread."""
+    def _serve(self, connection: socket.socket) -> None:
+        """The thread of one connection."""
         stream = Stream(connection)
         try:
             mode, outlet = self._open(stream)
             try:
                 while True:
-                    self._answer(stream, mode, outlet)
+                    self._serve_request(stream, mode, outlet)
             finally:
                 outlet.close()
         except (HandoffFailed, Unauthenticated) as error:
             _log.info("a puller's connection ended: %s", error.message)
         except Exception:
-            # One puller's connection: the others' go on.
+            # Only this puller's connection ends.
             _log.exception("a puller's connection broke")
         finally:
             with self._lock:
@@ -131,7 +133,7 @@ class DataServer:
             stream.close()
 
     def _open(self, stream: Stream) -> tuple[wire.Mode, Outlet]:
-        """Who is it, and what does it want? Raises HandoffFailed, Unauthenticated."""
+        """Authenticate the puller and open its outlet. Raises HandoffFailed, Unauthenticated."""
         assert self._pool is not None
         deadline, pool = Deadline(OPENING_S), self._pool
         stream.wrap(self._wrap, deadline)
@@ -163,7 +165,7 @@ class DataServer:
         is_ours = opening.listener == self._pool.description.incarnation
         return pair_key(self._pool.key, opening.dialer) if is_ours else None
 
-    def _answer(self, stream: Stream, mode: wire.Mode, outlet: Outlet) -> None:
+    def _serve_request(self, stream: Stream, mode: wire.Mode, outlet: Outlet) -> None:
         """Wait for one request and serve it. Raises HandoffFailed when the puller is gone."""
         head = stream.read(1, Deadline(None))
         deadline = Deadline(_REQUEST_S)
@@ -181,11 +183,11 @@ class DataServer:
             outlet.send(ids)
             outcome = self._judge(ids, announced)
         elif not mode.sends_begin:
-            outlet.send(np.full_like(ids, PADDING_BLOCK))  # it waits for so many blocks
+            outlet.send(np.full_like(ids, PADDING_BLOCK))  # the puller receives as many blocks
         stream.write(wire.pack_end(outcome), Deadline(_REQUEST_S))
 
     def _judge(self, ids: Ids, announced: Generations) -> PullOutcome:
-        """Whether the blocks are still what was announced."""
+        """Whether the blocks still have the announced generations."""
         assert self._pool is not None
         is_current = np.array_equal(self._pool.generations.read_many(ids), announced)
         return PullOutcome.OK if is_current else PullOutcome.STALE

@@ -1,4 +1,4 @@
-"""What puller and source send on a data connection: fixed headers, raw bytes, lengths with caps.
+"""The messages of a data connection: fixed headers, raw bytes, bounded lengths.
 
     puller                                   source
       │ core/channels/handshake.py             │  with the key that the source gave this puller over
@@ -12,10 +12,10 @@
       │   begin │ data, CRC-32 ... │ verdict   │  still, behind the last byte?
       │ ◄───────────────────────────────────── │
 
-Generations are drawn at random: who did not get a block's announcement cannot request it.
-Between GPUs both ends launch at once: nothing is sent before the verdict, and in place of blocks
-that are not what was announced the padding block is sent. All numbers are little-endian. Trusts
-nothing that it decodes; opens no socket.
+Generations are drawn at random: only a puller that received a block's announcement can request it.
+Between GPUs both ends launch at once: nothing is sent before the verdict, and the padding block is
+sent in place of blocks with other generations than announced. All numbers are little-endian. Checks
+all that it decodes; opens no socket.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TAG_REQUEST, _TAG_BEGIN, _TAG_DATA, _TAG_END = b"PULL", b"BEGN", b"DATA", b"DON
 
 TERMS_BYTES = _MODE.size + _CUT.size
 LENGTH_BYTES = _LENGTH.size
-_NO_CUT = bytes(_CUT.size)  # in place of a piece: the description is all that is wanted
+_NO_CUT = bytes(_CUT.size)  # in place of a piece: only the description is requested
 REQUEST_BYTES = _REQUEST.size
 FRAME_BYTES = _FRAME.size
 BYTES_PER_BLOCK = 16  # of a request's body
@@ -56,24 +56,24 @@ _OUTCOMES = tuple(PullOutcome)
 
 
 class Mode(enum.IntEnum):
-    """How the blocks themselves travel."""
+    """How the blocks are sent."""
 
     BYTES = 0  # on this connection
     NCCL = 1  # between the GPUs; the pair's id follows the piece
 
     @property
     def id_bytes(self) -> int:
-        """How long that id is."""
+        """The length of that id."""
         return PAIR_ID_BYTES if self is Mode.NCCL else 0
 
     @property
     def sends_begin(self) -> bool:
-        """Whether the source first confirms that it has the blocks."""
+        """Whether the source confirms that it has the blocks before it sends them."""
         return self is Mode.BYTES
 
 
 def pack_terms(mode: Mode, cut: BlockCut | None, pair_id: bytes) -> bytes:
-    """What goes with a puller's answer. `cut` None: it wants the description alone."""
+    """Sent with a puller's part of the handshake. `cut` None: only the description is requested."""
     piece = _NO_CUT
     if cut is not None:
         piece = _CUT.pack(cut.num_rows, cut.width, cut.source_pitch, cut.source_offset)
@@ -81,7 +81,7 @@ def pack_terms(mode: Mode, cut: BlockCut | None, pair_id: bytes) -> bytes:
 
 
 def unpack_terms(packed: bytes | bytearray, block_bytes: int) -> tuple[Mode, BlockCut | None]:
-    """The first TERMS_BYTES of it; the mode's id follows. Raises HandoffFailed."""
+    """Decode the first TERMS_BYTES; the mode's id follows them. Raises HandoffFailed."""
     (mode,) = _MODE.unpack_from(packed)
     if mode not in set(Mode):
         raise HandoffFailed("it wants blocks in a way that there is not")
@@ -90,12 +90,12 @@ def unpack_terms(packed: bytes | bytearray, block_bytes: int) -> tuple[Mode, Blo
 
 
 def pack_length(num_bytes: int) -> bytes:
-    """In front of the description."""
+    """The length of the description, sent before it."""
     return _LENGTH.pack(num_bytes)
 
 
 def unpack_length(packed: bytes | bytearray) -> int:
-    """Raises HandoffFailed if no description is so long."""
+    """Raises HandoffFailed if it is more than the longest description."""
     (num_bytes,) = _LENGTH.unpack(packed)
     if num_bytes > MAX_DESCRIPTION_BYTES:
         raise HandoffFailed(f"the source announces a description of {num_bytes} bytes")
@@ -103,7 +103,7 @@ def unpack_length(packed: bytes | bytearray) -> int:
 
 
 def _unpack_cut(packed: bytes | bytearray, block_bytes: int) -> BlockCut:
-    """The piece, packed tightly here; raises HandoffFailed if blocks have not got it."""
+    """The piece, contiguous at this end. Raises HandoffFailed if it is not within a block."""
     num_rows, width, pitch, offset = _CUT.unpack(packed)
     is_cut = num_rows and width and pitch and block_bytes % pitch == 0
     row, begin = divmod(offset, pitch) if is_cut else (0, 0)
@@ -118,7 +118,7 @@ def pack_request(ids: Ids, generations: Generations) -> bytes:
 
 
 def unpack_request(packed: bytes | bytearray) -> tuple[int, int]:
-    """How many blocks, and the CRC of the body; raises HandoffFailed."""
+    """The number of blocks and the CRC of the body. Raises HandoffFailed."""
     tag, num_blocks, crc = _REQUEST.unpack(packed)
     if tag != _TAG_REQUEST or not 1 <= num_blocks <= MAX_REQUEST_BLOCKS:
         raise HandoffFailed(f"no request, or one for {num_blocks} blocks")
@@ -126,7 +126,7 @@ def unpack_request(packed: bytes | bytearray) -> tuple[int, int]:
 
 
 def unpack_body(body: bytes | bytearray, num_blocks: int, crc: int) -> tuple[Ids, Generations]:
-    """Ids and generations; raises HandoffFailed if they were damaged on the way."""
+    """Ids and generations. Raises HandoffFailed if they were damaged."""
     if zlib.crc32(body) != crc:
         raise HandoffFailed("a request was damaged on the way")
     return (
@@ -136,36 +136,36 @@ def unpack_body(body: bytes | bytearray, num_blocks: int, crc: int) -> tuple[Ids
 
 
 def pack_begin() -> bytes:
-    """The generations were right: the blocks are on their way."""
+    """The generations were right: the blocks follow."""
     return _FRAME.pack(_TAG_BEGIN, 0, 0)
 
 
 def pack_data(data: memoryview) -> bytes:
-    """The header of a frame with `data`, which goes behind it."""
+    """The header of a frame; `data` is sent after it."""
     assert 0 < len(data) <= MAX_FRAME_BYTES
     return _FRAME.pack(_TAG_DATA, len(data), checksum(data))
 
 
 def checksum(data: memoryview) -> int:
-    """CRC-32: eight times as fast as BLAKE2b here, and finds what TCP's own sum lets pass."""
+    """CRC-32: eight times as fast as BLAKE2b, and detects what TCP's own checksum misses."""
     return zlib.crc32(data)
 
 
 def pack_end(outcome: PullOutcome) -> bytes:
-    """The verdict on all that was sent; the end of a request."""
+    """The verdict on all blocks sent; the end of a request."""
     return _FRAME.pack(_TAG_END, _OUTCOMES.index(outcome), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class DataFrame:
-    """So many bytes follow, with this CRC-32."""
+    """The header of a data frame: the number of bytes that follow, and their CRC-32."""
 
     num_bytes: int
     crc: int
 
 
 def unpack_frame(packed: bytes | bytearray) -> DataFrame | PullOutcome | None:
-    """Data, the verdict, or None: it begins. Raises HandoffFailed."""
+    """A data frame, the verdict, or None for the begin frame. Raises HandoffFailed."""
     tag, number, crc = _FRAME.unpack(packed)
     if tag == _TAG_BEGIN:
         return None

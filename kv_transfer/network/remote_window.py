@@ -1,13 +1,13 @@
-"""One source's pool behind a network: requests blocks, and trusts them after the source's verdict.
+"""One source's pool over a network: requests blocks, and uses them after the source's verdict.
 
     start_pull ─► the window's thread: request ─► carrier receives ─► verdict OK? ─► commit
                                           ▲             │ damaged: once more
                                           └── connect ◄─┤ the connection broke
                                                         └ silence: the pull fails
-The source looks at the generations behind its last byte, since they cannot be seen from here. What
-was requested on a connection that broke is requested anew, all of it; what has been committed is
-not. A carrier that takes long to connect fails the pull instead, and the next one connects. A pull
-that is cancelled ends behind a request, or soon with the connection.
+The source checks the generations after its last byte, since the puller cannot read them. A request
+on a connection that broke is repeated as a whole; what was committed is not requested again. With a
+carrier that takes long to connect the pull fails instead, and the next pull connects. A cancelled
+pull ends after the current request, or soon, together with the connection.
 """
 
 from __future__ import annotations
@@ -33,62 +33,62 @@ from .stream import ConnectionBroken, Deadline, Recovery
 _log = logging.getLogger(__name__)
 
 _MEASURED_BYTES, _MOST_MEASURED_BYTES = 8 << 20, 64 << 20
-_MEASURED_S = 0.01  # beside which a request's own latency is little
-_TRIES = 2  # a block that is damaged on the way is requested once more
-_CANCELLED_S = 0.3  # for the rest of a request: its blocks are nobody's until then
+_MEASURED_S = 0.01  # compared to which a request's latency is small
+_TRIES = 2  # a damaged block is requested once more
+_CANCELLED_S = 0.3  # for the rest of a request, whose blocks stay reserved until then
 
 
-class _CalledOff(HandoffFailed):
-    """The pull was cancelled, and the rest of its request would take long."""
+class _Cancelled(HandoffFailed):
+    """The pull was cancelled, and the rest of its request would take too long."""
 
 
-class _WantedDeadline(Deadline):
-    """It has passed, too, once its pull has been cancelled for `_CANCELLED_S`."""
+class _CancellableDeadline(Deadline):
+    """Also passes `_CANCELLED_S` after its pull was cancelled."""
 
     def __init__(self, seconds: float, pull: Pull) -> None:
         super().__init__(seconds)
         self._pull = pull
-        self._called_off_s = math.inf
+        self._ends_s = math.inf
 
     def remaining_s(self) -> float:
         if self._pull.is_cancelled:
             now_s = time.monotonic()
-            self._called_off_s = min(self._called_off_s, now_s + _CANCELLED_S)
-            if now_s >= self._called_off_s:
-                raise _CalledOff("the pull was cancelled")
+            self._ends_s = min(self._ends_s, now_s + _CANCELLED_S)
+            if now_s >= self._ends_s:
+                raise _Cancelled("the pull was cancelled")
         return super().remaining_s()
 
 
 class Carrier(Protocol):
-    """How blocks travel, at this end. Belongs to the window's thread."""
+    """Receives blocks at the puller's end. Used by the window's thread only."""
 
     transport: str
     max_request_blocks: int
     connects_quickly: bool
 
     def connect(self, deadline: Deadline | None = None) -> DataClient:
-        """Reach the source anew, quickly by `deadline`. Raises HandoffFailed."""
+        """Connect to the source again, by `deadline`. Raises HandoffFailed."""
         ...
 
     def receive(
         self, client: DataClient, num_blocks: int, block_ids: Ids | None, deadline: Deadline
     ) -> bool:
-        """Take in the blocks of a request, for these of ours; None: to be looked at alone.
+        """Receive the blocks of a request for these local blocks; None: only for `first_piece`.
 
-        False if they were damaged on the way. Raises HandoffFailed.
+        Returns False if they were damaged. Raises HandoffFailed.
         """
         ...
 
     def commit(self, block_ids: Ids) -> None:
-        """The verdict was good: see that they lie in the pool."""
+        """The verdict was OK: make sure that the blocks are in the pool."""
         ...
 
     def first_piece(self) -> bytes:
-        """The first block's, of those that were received to be looked at."""
+        """The first block's piece, after `receive` without ids."""
         ...
 
     def hang_up(self) -> None:
-        """The connection is over: nothing may come of it any more."""
+        """End the connection: nothing may be received on it any more."""
         ...
 
 
@@ -111,10 +111,10 @@ class RemoteWindow(PullThread):
         super().__init__(incarnation)
 
     def _check_and_measure(self, recovery: Recovery) -> float:
-        """GB/s of the canary block, many times over, once it is found to be right.
+        """Check the canary block, then measure GB/s of requests that repeat it.
 
-        Requests grow until one takes long: a carrier that is quick would be taken for a slow one
-        by its latency, or by the first transfer of a size.
+        Requests grow until one takes `_MEASURED_S`, so that latency, or the first transfer of a
+        size, does not make a fast carrier look slow.
         """
 
         def request(num_blocks: int) -> PullOutcome:
@@ -145,7 +145,7 @@ class RemoteWindow(PullThread):
             if pull.is_cancelled:
                 return PullOutcome.CANCELLED
             pairs = pull.pairs[begin : begin + num_at_once]
-            num_at_once = max(1, len(pairs) // 2)  # the next, if this one breaks
+            num_at_once = max(1, len(pairs) // 2)  # of the next request, if this one breaks
             with self._hanging_up(recovery):
                 outcome = self._request(
                     recovery, pairs.ids[0], pairs.generations, pairs.ids[1], pull
@@ -158,12 +158,12 @@ class RemoteWindow(PullThread):
 
     @contextlib.contextmanager
     def _hanging_up(self, recovery: Recovery) -> Iterator[None]:
-        """Nothing comes of a connection on which something went wrong; returns where another one
-        may do better, and else raises HandoffFailed."""
+        """End the connection if the body raises. Returns if a new connection may succeed, otherwise
+        raises HandoffFailed."""
         try:
             yield
         except ConnectionBroken as error:
-            self._hang_up()
+            self.release()
             if self._is_closed or not self._carrier.connects_quickly:
                 raise
             try:
@@ -171,15 +171,12 @@ class RemoteWindow(PullThread):
             except ConnectionBroken:
                 self._failed_s = time.monotonic()
                 raise
-        except _CalledOff:  # as we wanted: the source is not lost
-            self._hang_up()
+        except _Cancelled:  # requested by the puller: the source is not lost
+            self.release()
         except Exception:
-            self._hang_up()
+            self.release()
             self._failed_s = time.monotonic()
             raise
-
-    def let_go(self) -> None:
-        self._hang_up()
 
     def _request(
         self,
@@ -189,7 +186,7 @@ class RemoteWindow(PullThread):
         block_ids: Ids | None,
         pull: Pull | None = None,
     ) -> PullOutcome:
-        """Request blocks until they are not damaged, or twice. Raises HandoffFailed."""
+        """Request blocks, at most `_TRIES` times if they are damaged. Raises HandoffFailed."""
         for _ in range(_TRIES):
             if self._client is None:
                 if self._is_closed:
@@ -200,7 +197,7 @@ class RemoteWindow(PullThread):
                 return refusal
             within_s, deadline = seconds_for(num_blocks * self._cut.piece_bytes), None
             if pull is not None and self._carrier.connects_quickly:
-                deadline = _WantedDeadline(within_s, pull)
+                deadline = _CancellableDeadline(within_s, pull)
             is_intact = self._carrier.receive(
                 client, num_blocks, block_ids, deadline or Deadline(within_s)
             )
@@ -213,7 +210,8 @@ class RemoteWindow(PullThread):
             _log.warning("blocks of %s were damaged on the way", self._incarnation)
         return PullOutcome.FAILED
 
-    def _hang_up(self) -> None:
+    def release(self) -> None:
+        """Close the connection, if there is one; the next request opens another."""
         if self._client is not None:
             self._client.close()
             self._client = None

@@ -1,7 +1,7 @@
-"""A byte stream on which every wait has an end: exact reads and writes by a deadline.
+"""A byte stream on which every wait is bounded: exact reads and writes by a deadline.
 
-A wait ends early when nothing passes for `SILENCE_S`. Knows sockets, plain or with TLS, and nothing
-of what is sent.
+A wait ends early when no byte passes for `SILENCE_S`. Knows sockets, plain or with TLS, but no
+message.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from collections.abc import Callable, Iterator
 
 from ...core.errors import HandoffFailed
 
-SILENCE_S = 1.2  # a peer of whom nothing comes for so long is lost, as engines are to gateways
+SILENCE_S = 1.2  # a peer that sends nothing for so long is lost, as an engine is to gateways
 _FIRST_PAUSE_S = 0.005
 _FOREVER_S = 365 * 86400.0
-_KEEPALIVE = (  # where nothing is sent for long, both ends notice within 5 s that the other is gone
+_KEEPALIVE = (  # on an idle connection, both ends detect within 5 s that the other is gone
     (socket.TCP_KEEPIDLE, 2),
     (socket.TCP_KEEPINTVL, 1),
     (socket.TCP_KEEPCNT, 3),
 )
-_BUFFER_BYTES = 4 << 20  # both ends work while bytes wait here; the kernel may grant less
+_BUFFER_BYTES = 4 << 20  # lets both ends work at once; the kernel may grant less
 
 
 class ConnectionBroken(HandoffFailed):
-    """It was reset or closed: to connect again may help."""
+    """The connection was reset or closed; connecting again may succeed."""
 
 
 class Deadline:
-    """A moment on the monotonic clock; None is none."""
+    """A time on the monotonic clock; None: no deadline."""
 
     def __init__(self, seconds: float | None) -> None:
         self._at_s = time.monotonic() + (_FOREVER_S if seconds is None else seconds)
@@ -45,7 +45,7 @@ class Deadline:
         return remaining_s
 
     def outlasts(self, seconds: float) -> bool:
-        """Whether it has not passed so much later."""
+        """Whether it is more than `seconds` away."""
         return time.monotonic() + seconds < self._at_s
 
     def patience_s(self) -> float:
@@ -54,9 +54,9 @@ class Deadline:
 
 
 class Recovery:
-    """From a connection's first break to the next progress: how long it is made anew, and when.
+    """Reconnecting, from a connection's first break to the next progress: when, and for how long.
 
-    The first time at once, then after pauses that double. `deadline`: of what is made anew.
+    The first attempt is immediate, then pauses double. `deadline`: of the attempts.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,8 @@ class Recovery:
         self._pause_s = 0.0
 
     def pause(self, error: ConnectionBroken) -> None:
-        """It broke (again): returns when to try. Raises `error` once that has lasted for long."""
+        """The connection broke (again): wait until the next attempt. Raises `error` if the limit
+        has passed."""
         if self.deadline is None:
             self.deadline = Deadline(SILENCE_S)
         elif not self.deadline.outlasts(self._pause_s):
@@ -74,12 +75,12 @@ class Recovery:
 
 
 class _WatchedDeadline(Deadline):
-    """It has passed, too, when the peer has hung up."""
+    """Also passes when the peer has closed the connection."""
 
     def __init__(self, seconds: float, fd: int) -> None:
         super().__init__(seconds)
         self._poll = select.poll()
-        self._poll.register(fd, select.POLLRDHUP)  # and errors, which always come
+        self._poll.register(fd, select.POLLRDHUP)  # errors are always reported
 
     def remaining_s(self) -> float:
         if self._poll.poll(0):
@@ -98,7 +99,7 @@ def _translated() -> Iterator[None]:
 
 
 class Stream:
-    """One connection. One thread uses it."""
+    """One connection, used by one thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -110,8 +111,8 @@ class Stream:
             connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
 
     def read(self, num_bytes: int, deadline: Deadline) -> bytearray:
-        """Exactly so many bytes. Raises ConnectionBroken if the end comes first, HandoffFailed if
-        the deadline does."""
+        """Read exactly `num_bytes`. Raises ConnectionBroken if the stream ends before, and
+        HandoffFailed at the deadline."""
         data = bytearray(num_bytes)
         self.read_into(memoryview(data), deadline)
         return data
@@ -127,7 +128,7 @@ class Stream:
                 target = target[count:]
 
     def write(self, data: bytes | memoryview, deadline: Deadline) -> None:
-        """All of it. Raises HandoffFailed: the peer hung up, or does not read."""
+        """Write all of `data`. Raises HandoffFailed if the peer is gone or does not read."""
         left = memoryview(data)
         with _translated():
             while left:
@@ -135,7 +136,7 @@ class Stream:
                 left = left[self._socket.send(left) :]
 
     def wrap(self, wrapping: Callable[[socket.socket], socket.socket], deadline: Deadline) -> None:
-        """Go on inside of what `wrapping` makes of the socket. Raises HandoffFailed."""
+        """Replace the socket by `wrapping` of it, such as TLS. Raises HandoffFailed."""
         self._socket.settimeout(deadline.patience_s())
         try:
             self._socket = wrapping(self._socket)
@@ -145,11 +146,11 @@ class Stream:
             raise HandoffFailed(f"no TLS with the peer: {error}") from error
 
     def watched(self, seconds: float) -> Deadline:
-        """A deadline for what the peer does beside the connection, while both keep that open."""
+        """A deadline for what the peer does elsewhere; it also passes when the peer hangs up."""
         return _WatchedDeadline(seconds, self._socket.fileno())
 
     def hang_up(self) -> None:
-        """End every wait on it, from any thread; who uses it closes it then."""
+        """End every wait on it, from any thread. Its user then closes it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""`tcp`: blocks on the data connection itself, for pools of two hosts without a better link.
+"""`tcp`: blocks on the data connection itself, between hosts without a better link.
 
     source    pool ─► copy ─► frames with CRC-32          puller    frames ─► staging ─► pool
                                                                           once the verdict is good
@@ -26,30 +26,30 @@ from .data_client import DataClient, connect
 from .remote_window import RemoteWindow
 from .stream import Deadline, Stream
 
-_REQUEST_BYTES = 16 << 20  # what a puller stages
+_REQUEST_BYTES = 16 << 20  # of a puller's staging buffer
 _SENT_AT_ONCE_BYTES = 2 << 20
-_SEND_S = 10.0  # for a frame that passes slowly, without a silence
+_SEND_S = 10.0  # for a frame that is sent slowly, but without silence
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class BlockBytes(Protocol):
-    """Pieces of one pool's blocks as plain bytes. Any thread, one at a time for each object.
+    """Pieces of one pool's blocks as plain bytes. One thread at a time may use it.
 
     pool  [blocks, rows, pitch] ── read ──► tight [blocks, rows, width] ── write ──► pool
     """
 
     def read(self, block_ids: Ids) -> Bytes:
-        """[blocks * piece_bytes], valid until the next call: a copy, however the pool changes."""
+        """A copy [blocks * piece_bytes], valid until the next call."""
         ...
 
     def write(self, block_ids: Ids, data: Bytes) -> None:
-        """Put what `read` gave into blocks of ours."""
+        """Copy `data`, from `read` at the source, into local blocks."""
         ...
 
 
 class HostBlockBytes:
-    """Of a pool in host memory, whose blocks are cut as at the source (read) or here (write)."""
+    """A pool in host memory. `read` cuts its blocks like a source's, `write` like local ones."""
 
     def __init__(self, pool: CpuKvMemory, cut: BlockCut) -> None:
         self._pool = pool
@@ -58,7 +58,7 @@ class HostBlockBytes:
 
     def read(self, block_ids: Ids) -> Bytes:
         cut = self._cut
-        # Made for each call, or the pool could not be closed.
+        # Created in each call: while it exists, the pool cannot be closed.
         rows = cut.there(self._pool.view, self._pool.num_blocks)
         num_bytes = len(block_ids) * cut.piece_bytes
         if len(self._buffer) < num_bytes:
@@ -76,12 +76,12 @@ class HostBlockBytes:
             rows[block_id] = piece
 
 
-# The blocks of this rank's pool, in pieces of that cut.
+# `BlockBytes` of this rank's pool, in pieces of that cut.
 MakeBytes = Callable[[BlockCut], BlockBytes]
 
 
 class TcpOutlet:
-    """Sends the pieces as they are. With `make_bytes` a `MakeOutlet`."""
+    """Sends the pieces unchanged. A `MakeOutlet`, once `make_bytes` is bound."""
 
     def __init__(self, make_bytes: MakeBytes, stream: Stream, cut: BlockCut, _: bytes) -> None:
         self._stream = stream
@@ -102,7 +102,7 @@ class TcpOutlet:
 
 
 class TcpTransport:
-    """Opens windows onto pools of other hosts; with `anywhere`, onto those of this one too."""
+    """Opens windows onto pools of other hosts; with `anywhere`, also onto pools of this host."""
 
     name = "tcp"
 
@@ -114,14 +114,14 @@ class TcpTransport:
         anywhere: bool,
         wrap: WrapSocket = lambda connection: connection,
     ) -> None:
-        """`make_bytes` is of the pool where blocks are copied to; it must outlive the windows."""
+        """`make_bytes`: of the local pool to copy to, which must outlive the windows."""
         self._make_bytes = make_bytes
         self._block_bytes = block_bytes
         self._anywhere = anywhere
         self._wrap = wrap
 
     def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> RemoteWindow:
-        """Raises HandoffFailed: the source has no port, hides it, or there are better ways."""
+        """Raises HandoffFailed if the source has no port or sends none, or is on this host."""
         if not source.port:
             raise HandoffFailed("the source has no port")
         if not (source.is_elsewhere or self._anywhere):
@@ -132,7 +132,7 @@ class TcpTransport:
 
 
 class _TcpCarrier:
-    """See `Carrier`: into staging first, into the pool at `commit`."""
+    """A `Carrier` that receives into staging, and copies into the pool at `commit`."""
 
     transport = "tcp"
     connects_quickly = True
@@ -172,7 +172,7 @@ class _TcpCarrier:
 
 
 class CudaBlockBytes:
-    """See `BlockBytes`. Copies on a stream of its own."""
+    """`BlockBytes` of a GPU's pool; copies on its own stream."""
 
     def __init__(self, kv: CudaKvMemory, cut: BlockCut) -> None:
         self._kv = kv

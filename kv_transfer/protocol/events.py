@@ -1,10 +1,10 @@
-"""What goes into the two state machines of the hand-off, and what comes out of them. Plain values.
+"""Inputs (events) and outputs (effects) of the two state machines of the hand-off: plain values.
 
         inbox                                      engine calls, frames, copies
     ── event ──►  source.handle / puller.handle  ── effects ──►  node.peers
 
-They are carried out in their order, and the answers fed back as events. Times are seconds
-of the injected clock's monotonic reading.
+The caller executes effects in their order and passes the results back as events. Times are in
+seconds of the injected clock's monotonic reading.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .messages import HandoffState, Message
 
 @dataclass(frozen=True, slots=True)
 class PeerLinked:
-    """The stream to this peer is open. On a peer that is linked already: the old stream is gone.
+    """The stream to this peer is open. If the peer was linked already, the old stream is gone.
 
-    Of a source: `host`, where it was dialled; `opens_late`: its window is opened for its first
-    transfer, not at once.
+    If the peer is a source: `host` is where it was dialled; with `opens_late` its window is opened
+    for its first transfer, not at once.
     """
 
     incarnation: str
@@ -40,14 +40,14 @@ class PeerLinked:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The stream to this peer ended, for whatever reason: so does every transfer with it."""
+    """The stream to this peer ended, for whatever reason; this ends every transfer with it."""
 
     incarnation: str
 
 
 @dataclass(frozen=True, slots=True)
 class PeerMessage:
-    """`message` came over the stream to `incarnation`."""
+    """`message` was received over the stream to `incarnation`."""
 
     incarnation: str
     message: Message
@@ -55,7 +55,7 @@ class PeerMessage:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Expire what is due. Send it when the inbox is drained, so that renewals in it count."""
+    """Expire what is due. To be passed when the inbox is empty, so that renewals in it count."""
 
 
 # ---- events of the source
@@ -63,9 +63,9 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A prompt was admitted whose KV the ticket's puller will fetch.
+    """The engine admitted a prompt whose KV the ticket's puller will fetch.
 
-    `key` names the request in the engine; nothing waits for the puller past `deadline_s`.
+    `key` is the request's key in the engine. The source keeps nothing past `deadline_s`.
     """
 
     ticket: Ticket
@@ -75,13 +75,13 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The KV of `num_tokens` is complete on the device once `step` steps are, 0: already, and then
-    nobody writes to its blocks any more.
+    """The KV of the first `num_tokens` tokens is complete on the device, and nothing writes to its
+    blocks any more, once `step` steps have completed (0: already).
 
-    `blocks` are those that no chunk has named. They continue where the last chunk ended; a block
-    that the chunk left partial comes with the chunk that completes it, or with the last one. One
-    with a step is followed, when that has completed, by one without of as many tokens, unless the
-    request ends before. `state` makes it the last one.
+    `blocks` are the blocks that no earlier chunk named; they continue where the previous chunk
+    ended. A block that a chunk fills partially is named by the chunk that fills it, or by the last
+    one. After a chunk with a step has completed, a chunk of as many tokens without a step follows,
+    unless the request ends before. `state` is set in the last chunk.
     """
 
     transfer_id: str
@@ -93,7 +93,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """The request ended here: at its first token, by a cancel or by a failure."""
+    """The request ended at the source: at its first token, by a cancel or by a failure."""
 
     transfer_id: str
     error: BatonError = field(compare=False)
@@ -104,11 +104,11 @@ class Withdrawn:
 
 @dataclass(frozen=True, slots=True)
 class Intended:
-    """A dispatch announced that this request's KV will come. Takes no memory.
+    """A dispatch announced that this request's KV will be pulled. Takes no memory yet.
 
-    `block_hashes` are those of the known tokens' full blocks; `num_blocks` counts the partial last
-    one too. A prefix out of the source's cache has its memory already, which is `reserved`: it
-    never waits for any while the source holds blocks.
+    `block_hashes` are the hashes of the known tokens' full blocks; `num_blocks` includes a partial
+    last block. For a prefix out of the source's cache the memory is already `reserved`, so that the
+    pull never waits for memory while the source holds blocks.
     """
 
     ticket: Ticket
@@ -121,14 +121,14 @@ class Intended:
 
 @dataclass(frozen=True, slots=True)
 class IntentCancelled:
-    """The gateway gave the request up. Not answered."""
+    """The gateway gave the request up. Its transfer ends without `Failed`."""
 
     transfer_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Answer to `Reserve`. It comes back with `Complete` or `DropReservation`."""
+    """Result of `Reserve`. `Complete` or `DropReservation` returns the reservation."""
 
     transfer_id: str
     reservation: Reservation
@@ -136,7 +136,8 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class WindowOpened:
-    """Answer to `OpenWindow`: the source's pool can be read, and perhaps its count of steps."""
+    """Result of `OpenWindow`: the source's pool can be read, and with `sees_steps` also how many
+    steps the source has completed."""
 
     incarnation: str
     sees_steps: bool = False
@@ -144,7 +145,7 @@ class WindowOpened:
 
 @dataclass(frozen=True, slots=True)
 class WindowFailed:
-    """Answer to `OpenWindow`: no transport reaches this source's pool."""
+    """Result of `OpenWindow`: no transport reaches this source's pool."""
 
     incarnation: str
     error: BatonError = field(compare=False)
@@ -152,7 +153,7 @@ class WindowFailed:
 
 @dataclass(frozen=True, slots=True)
 class PullEnded:
-    """One pull's only report: from now on nothing writes to its destination blocks."""
+    """A pull ended: nothing writes to its destination blocks any more. Once for each pull."""
 
     transfer_id: str
     seq: int
@@ -170,7 +171,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class ClosePeer:
-    """Refuse this pair: end its stream, with the reason."""
+    """Refuse this pair: send the reason and end its stream."""
 
     incarnation: str
     error: BatonError = field(compare=False)
@@ -181,10 +182,10 @@ class ClosePeer:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseBlocks:
-    """The hand-off is done with this request: exactly one for every `Offered`.
+    """The hand-off of this request is over: exactly one for every `Offered`.
 
-    `error` is None if the puller has taken everything; otherwise it is why nobody will, and the
-    request may still be computing: abort it.
+    `error` is None if the puller has pulled everything. Otherwise nothing more will be pulled, and
+    the request, which may still be computing, must be aborted.
     """
 
     transfer_id: str
@@ -194,8 +195,8 @@ class ReleaseBlocks:
 
 @dataclass(frozen=True, slots=True)
 class PinPrefix:
-    """A puller wants these blocks out of the prefix cache. Hold all of them, offer them with this
-    ticket and announce them as computed; or withdraw it. Never wait."""
+    """A puller requests these blocks out of the prefix cache. Either hold all of them, offer them
+    with this ticket and announce them as computed, or withdraw the ticket. Never wait."""
 
     ticket: Ticket
     block_hashes: tuple[BlockHash, ...]
@@ -206,9 +207,9 @@ class PinPrefix:
 
 @dataclass(frozen=True, slots=True)
 class OpenWindow:
-    """Connect a transport to this source, off this thread if it takes time. Answered once, unless
-    `CloseWindow` comes first: then never. `host`, `access`: how its pools are reached, by its link
-    and its Hello."""
+    """Connect a transport to this source, on another thread if it takes time. One result follows,
+    unless `CloseWindow` comes first. `host` (from the link) and `access` (from Hello) are how the
+    source's pools are reached."""
 
     incarnation: str
     host: str = ""
@@ -217,7 +218,7 @@ class OpenWindow:
 
 @dataclass(frozen=True, slots=True)
 class CloseWindow:
-    """Start no more pulls; those in flight end by themselves and still report. A window that is
+    """Start no more pulls. Pulls in flight end by themselves and still report; a window that is
     still being opened is abandoned."""
 
     incarnation: str
@@ -225,8 +226,8 @@ class CloseWindow:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Let this request wait for memory in the engine's queue. Answered once it has it, unless the
-    transfer ends before."""
+    """Queue this request for memory in the engine. `Reserved` follows once it has blocks, unless
+    the transfer ends before."""
 
     transfer_id: str
     key: str
@@ -234,10 +235,8 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class StartPull:
-    """Copy `pairs` from the source's pool into ours; reported by one `PullEnded` with this seq.
-
-    Not before the source counts `step` steps.
-    """
+    """Copy `pairs` from the source's pool into the local one, once the source has completed `step`
+    steps. One `PullEnded` with this `seq` follows."""
 
     transfer_id: str
     seq: int
@@ -248,25 +247,24 @@ class StartPull:
 
 @dataclass(frozen=True, slots=True)
 class CancelPull:
-    """Hurry this transfer's pulls in flight to their end. Each still reports."""
+    """End this transfer's pulls in flight as soon as possible. Each still reports."""
 
     transfer_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Terminal: all KV of the known tokens is in the reservation; the engine may start on it."""
+    """Terminal: the KV of all known tokens is in the reservation; the request may continue."""
 
     transfer_id: str
     key: str
     state: HandoffState
-    num_pulled_blocks: int
     reservation: Reservation
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Terminal: this transfer will not come. The reservation, if any, is dropped separately."""
+    """Terminal: the transfer failed. Its reservation, if any, is dropped separately."""
 
     transfer_id: str
     key: str
@@ -275,7 +273,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class DropReservation:
-    """Give the reserved memory back; nothing in flight writes to it any more."""
+    """Free the reserved blocks; no copy writes to them any more."""
 
     transfer_id: str
     reservation: Reservation

@@ -1,7 +1,7 @@
-"""What source and puller of a hand-off send each other: MessagePack, by these names.
+"""The messages between the source and the puller of a hand-off, encoded as MessagePack.
 
-Decoding trusts nothing: what a peer sent is bounded and checked field by field, so that source and
-puller only meet well-formed messages. Knows no stream and no framing.
+`decode` trusts nothing: it checks and bounds each field, so that source and puller only process
+well-formed messages. Knows no stream and no framing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..window.network_address import PoolAccess
 PROTOCOL = 7
 MAX_TEXT_CHARS = 1024  # of a fingerprint's names and values, and of an error
 MAX_RENEWALS = 16_384
-MAX_BLOCKS = 1 << 20  # of a prompt, in one manifest too: 28 MiB
-MAX_CANDIDATES = 1024  # of a search of beams: its width, and all ids that may end a hypothesis
+MAX_BLOCKS = 1 << 20  # of a prompt, and of one manifest: 28 MiB
+MAX_CANDIDATES = 1024  # of a beam search: its width plus all ids that may end a hypothesis
 
 _Id: TypeAlias = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 _Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
@@ -33,25 +33,27 @@ _LeaseS: TypeAlias = Annotated[float, Meta(ge=0.0, le=3600.0)]
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
-    """Its kind goes with it."""
+    """Tagged with its kind."""
 
 
 class Hello(_Message, frozen=True):
-    """Both ways, first: the sender, and everything that must be equal on both sides."""
+    """The first message in both directions: the sender, and what must be equal on both sides.
+
+    `fingerprint` is compared field by field. Only a source sends `access`.
+    """
 
     incarnation: _Id
-    # Field -> value, compared field by field.
     fingerprint: Annotated[Mapping[_Text, _Text], Meta(max_length=64)]
     protocol: int = PROTOCOL
-    access: PoolAccess | None = None  # of a source
+    access: PoolAccess | None = None
 
 
 class Attach(_Message, frozen=True):
-    """Puller to source: send me this transfer's manifests, I hold the ticket.
+    """Puller to source: requests the manifests of this transfer, for which it holds the ticket.
 
-    `sees_steps`: also of chunks whose step you have launched, I see when it has completed.
-    `block_hashes`: where given, there is no ticket: all blocks of these hashes are wanted, out of
-    your prefix cache.
+    `sees_steps`: the puller can read when a step has completed, so manifests may be sent of chunks
+    whose step was only launched. `block_hashes`: if given, there is no ticket, and the puller
+    requests all blocks with these hashes out of the source's prefix cache.
     """
 
     transfer_id: _Id
@@ -60,33 +62,33 @@ class Attach(_Message, frozen=True):
 
 
 class Renew(_Message, frozen=True):
-    """Puller to source: all my leases at you begin anew."""
+    """Puller to source: restarts the leases of these transfers."""
 
     transfer_ids: Annotated[tuple[_Id, ...], Meta(max_length=MAX_RENEWALS)]
 
 
 class Release(_Message, frozen=True):
-    """Puller to source: I need no more of it, be it that I have everything. The blocks are yours
-    again, and what is not computed yet need not be for me."""
+    """Puller to source: the puller has everything, or gave up. The source may reuse the blocks, and
+    need not compute the rest of the prompt."""
 
     transfer_id: _Id
 
 
 class HandoffState(msgspec.Struct, frozen=True):
-    """What the puller needs to go on as if it had computed the prompt itself."""
+    """What the puller needs to continue as if it had computed the prompt itself."""
 
     first_token_id: _Number = 0  # of a prompt; a prefix has none
     # The first tokens of the dispatch's further samples.
     fork_token_ids: Annotated[tuple[_Number, ...], Meta(max_length=64)] = ()
-    first: SampledToken | None = None  # of a search of beams, which has no first token yet
-    first_undrafted: _Number | None = None  # of the blocks: it lacks the draft model's KV
+    first: SampledToken | None = None  # of a beam search, which has no first token yet
+    first_undrafted: _Number | None = None  # the first block that lacks the draft model's KV
 
 
 class Manifest(_Message, frozen=True):
-    """Source to puller: one chunk. `seq` counts from 0 without gaps.
+    """Source to puller: one chunk of the prompt. `seq` counts from 0 without gaps.
 
-    `blocks` continue the sequence where the manifest before ended. They are finished once the
-    source counts `step` steps, 0: already. `state` is set on the last one, behind the last step.
+    `blocks` continue the sequence where the previous manifest ended. They are complete once the
+    source has completed `step` steps (0: already). `state` is set in the last manifest.
     """
 
     transfer_id: _Id
@@ -98,14 +100,14 @@ class Manifest(_Message, frozen=True):
 
 
 class Revoked(_Message, frozen=True):
-    """Source to puller: this is over on my side; its blocks may be rewritten any moment."""
+    """Source to puller: the transfer is over at the source, which may rewrite its blocks."""
 
     transfer_id: _Id
     error: BatonError
 
 
 class Refused(_Message, frozen=True):
-    """Both ways, the last one: why the sender ends the stream."""
+    """The last message in either direction: why the sender ends the stream."""
 
     error: BatonError
 
@@ -118,7 +120,7 @@ def encode(message: Message | Refused) -> bytes:
 
 
 def decode(payload: bytes) -> Message | Refused:
-    """Raises HandoffFailed if it is not one that a sane peer sends."""
+    """Raises HandoffFailed if `payload` is not what a correct peer sends."""
     try:
         message: Message | Refused = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -151,5 +153,5 @@ def _unpack_error(_: type, packed: Any) -> BatonError:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack_error)
-# Made once, here: two threads that meet a type for the first time crash msgspec.
+# Created at import: msgspec crashes when two threads use a type for the first time.
 _decoder = msgspec.msgpack.Decoder(Message | Refused, dec_hook=_unpack_error)

@@ -1,7 +1,7 @@
-"""The puller's side of the hand-off: which KV is on its way here, and when it may be used.
+"""The puller's side of the hand-off: which KV is being pulled, and when it may be used.
 
 Owns intents, pulls in flight and lease renewal; decides when a request may start. Knows no memory,
-stream or thread: `handle` maps events to effects, which `node.peers` carries out.
+stream or thread: `handle` maps events to effects, which `node.peers` executes.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ from .events import (
     WindowFailed,
     WindowOpened,
 )
+from .handoff_side import HandoffSide
 from .messages import Attach, Hello, Manifest, Message, Release, Renew, Revoked
-from .pairing import HandoffSide, Pair, PairState
+from .pairing import Pair, PairState
 from .puller_transfer import PullerState, PullerTransfer
 
 _COMPLETED = UnknownTransfer("the transfer is over: it completed")
-RELINK_WAIT_S = 0.3  # a link that ended is dialled again after 0.1 s
+RELINK_WAIT_S = 0.3  # the dialler retries a link that ended after 0.1 s
 
 
 class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
     """All transfers into one engine.
 
-    `link_wait_s` bounds how long an intent waits for a pair that is not ready; for one whose link
-    has just ended it is a moment: whoever sent the request did not know.
+    `link_wait_s` bounds how long an intent waits for a pair that is not ready. If the link ended
+    less than that ago, it waits only `RELINK_WAIT_S`: the gateway did not know yet of the end.
     """
 
     _peer = "source"
@@ -59,7 +60,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
     def __init__(self, hello: Hello, clock: Clock, link_wait_s: float) -> None:
         super().__init__(hello, clock)
         self._link_wait_s = link_wait_s
-        self._ended_s: dict[str, float] = {}  # links that ended less than that ago, by source
+        self._ended_s: dict[str, float] = {}  # when recent links ended, by source
 
     def _on_event(self, event: PullEvent) -> None:
         match event:
@@ -68,32 +69,27 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             case Intended():
                 self._on_intended(event)
             case IntentCancelled(transfer_id):
-                if (transfer := self._transfers.get(transfer_id)) is not None:
-                    self._give_up(transfer, None)
+                if (transfer := self.transfers.get(transfer_id)) is not None:
+                    self._end(transfer, None)
             case Reserved(transfer_id, reservation):
                 self._on_reserved(transfer_id, reservation)
             case WindowOpened(source, sees_steps):
-                if (pair := self._pairs.get(source)) is not None:
+                if (pair := self.pairs.get(source)) is not None:
                     self._on_ready(source, pair, sees_steps=sees_steps)
             case WindowFailed(source, error):
-                self._tombstones.add(source, error, self._clock.monotonic_s())
+                self.tombstones.add(source, error)
                 self._refuse(source, error)
             case _:
                 assert_never(event)
 
     def is_linked(self, incarnation: str) -> bool:
-        """Whether a stream to it is open, and no window behind it has failed lately."""
-        self._tombstones.purge(self._clock.monotonic_s())
-        return incarnation in self._pairs and self._tombstones.get(incarnation) is None
+        """Whether a stream to this source is open, and its window has not failed recently."""
+        self.tombstones.purge()
+        return incarnation in self.pairs and self.tombstones.get(incarnation) is None
 
     def next_deadline_s(self) -> float:
-        """Of a transfer's end, or of a renewal."""
-        return min([super().next_deadline_s(), *(t.renewal_s for t in self._transfers.values())])
-
-    @property
-    def num_transfers(self) -> int:
-        """Transfers that are not over: those too that ended badly, to whose blocks copies write."""
-        return len(self._transfers)
+        """When a transfer ends, or a lease must be renewed."""
+        return min([super().next_deadline_s(), *(t.renewal_s for t in self.transfers.values())])
 
     # ---- the gateway's and the engine's side
 
@@ -114,8 +110,8 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             expires_s=min(link_by_s, intent.deadline_s),
             reservation=intent.reserved,
         )
-        self._transfers[transfer_id] = transfer
-        pair = self._pairs.get(transfer.source)
+        self.transfers[transfer_id] = transfer
+        pair = self.pairs.get(transfer.source)
         if pair is not None and pair.state is PairState.READY:
             self._attach(transfer, pair)
         elif pair is not None:
@@ -124,9 +120,9 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
     def _refusal(self, intent: Intended) -> BatonError | None:
         if intent.ticket.puller_incarnation != self._hello.incarnation:
             return UnknownTransfer("the ticket names another incarnation of this puller")
-        if intent.ticket.transfer_id in self._transfers:
+        if intent.ticket.transfer_id in self.transfers:
             return HandoffFailed("the ticket is in use by another request")
-        return self._tombstones.get(intent.ticket.transfer_id)
+        return self.tombstones.get(intent.ticket.transfer_id)
 
     def _attach(self, transfer: PullerTransfer, pair: Pair) -> None:
         transfer.state = PullerState.ATTACHED
@@ -136,8 +132,8 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         self._send(transfer.source, Attach(intent.ticket.transfer_id, pair.sees_steps, wanted))
 
     def _on_reserved(self, transfer_id: str, reservation: Reservation) -> None:
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None:  # it ended before the answer came
+        transfer = self.transfers.get(transfer_id)
+        if transfer is None:  # it ended before it had blocks
             self._effects.append(DropReservation(transfer_id, reservation))
             return
         assert transfer.state is PullerState.QUEUED
@@ -146,25 +142,24 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         self._pull(transfer, reservation)
 
     def _pull(self, transfer: PullerTransfer, reservation: Reservation) -> None:
-        """Pull what was announced by now, but for what the prefix cache here holds already."""
+        """Pull the blocks announced so far, except those that the local prefix cache holds."""
         transfer.state = PullerState.PULLING
         manifests, transfer.unpulled = transfer.unpulled, []
+        end = transfer.next_index - sum(len(manifest.blocks) for manifest in manifests)
         for manifest in manifests:
-            seq, sources, first = manifest.seq, manifest.blocks, transfer.num_begun_blocks
-            transfer.num_begun_blocks += len(sources)
+            seq, sources, first = manifest.seq, manifest.blocks, end
+            end += len(sources)
             num_cached = max(0, reservation.num_cached_blocks - first)
             if num_cached >= len(sources):
                 continue
-            pairs = BlockPairs.join(sources, reservation.block_ids[first:])  # growth behind
-            pairs = pairs[num_cached:]
+            pairs = BlockPairs.join(sources, reservation.block_ids[first:end])[num_cached:]
             transfer.in_flight.add(seq)
-            transfer.num_pulled_blocks += len(pairs)
             pull = StartPull(transfer.transfer_id, seq, transfer.source, pairs, manifest.step)
             self._effects.append(pull)
         self._complete_if_done(transfer)
 
     def _on_pull_ended(self, transfer_id: str, seq: int, outcome: PullOutcome) -> None:
-        transfer = self._transfers.get(transfer_id)
+        transfer = self.transfers.get(transfer_id)
         if transfer is None or seq not in transfer.in_flight:
             return
         transfer.in_flight.remove(seq)
@@ -173,11 +168,11 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         elif outcome is PullOutcome.OK:
             self._complete_if_done(transfer)
         elif transfer.is_orphaned:
-            self._give_up(transfer, NodeLost("the source went away during the last pull"))
+            self._end(transfer, NodeLost("the source went away during the last pull"))
         elif outcome is PullOutcome.STALE:
-            self._give_up(transfer, StaleBlocks("a block was reallocated during the pull"))
+            self._end(transfer, StaleBlocks("a block was reallocated during the pull"))
         else:
-            self._give_up(transfer, HandoffFailed(f"the pull ended {outcome.value}"))
+            self._end(transfer, HandoffFailed(f"the pull ended {outcome.value}"))
 
     # ---- the source's side
 
@@ -187,11 +182,11 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
                 self._on_manifest(source, message)
             case Revoked(transfer_id, error):
                 if (transfer := self._attached(source, transfer_id)) is not None:
-                    self._give_up(transfer, error, notify=False)
+                    self._end(transfer, error, notify=False)
             case _:
                 raise HandoffFailed("a source sent what only pullers send")
 
-    def _on_linked(self, source: str, pair: Pair) -> None:
+    def _on_linked(self, source: str) -> None:
         self._ended_s.pop(source, None)
         self._send(source, self._hello)
 
@@ -199,7 +194,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         self._open_if_wanted(source, pair)
 
     def _open_if_wanted(self, source: str, pair: Pair) -> None:
-        transfers = self._transfers.values()
+        transfers = self.transfers.values()
         is_wanted = not pair.opens_late or any(t.source == source for t in transfers)
         if is_wanted and pair.state is PairState.MATCHED:
             pair.state = PairState.OPENING
@@ -207,13 +202,13 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
 
     def _on_ready(self, source: str, pair: Pair, *, sees_steps: bool) -> None:
         pair.state, pair.sees_steps = PairState.READY, sees_steps
-        for transfer in self._transfers.values():
+        for transfer in self.transfers.values():
             if transfer.source == source and transfer.state is PullerState.WAITING:
                 self._attach(transfer, pair)
 
     def _attached(self, source: str, transfer_id: str) -> PullerTransfer | None:
-        """The transfer, if this source's messages about it count."""
-        transfer = self._transfers.get(transfer_id)
+        """The transfer, if messages of this source about it count."""
+        transfer = self.transfers.get(transfer_id)
         if transfer is None or transfer.source != source:
             return None
         return None if transfer.state in (PullerState.WAITING, PullerState.ENDING) else transfer
@@ -223,12 +218,12 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         if transfer is None:
             return
         try:
-            if manifest.step and not self._pairs[source].sees_steps:
+            if manifest.step and not self.pairs[source].sees_steps:
                 raise HandoffFailed("a chunk was announced before its end, which is not seen here")
             if not transfer.accept(manifest):
                 return
         except HandoffFailed as error:
-            self._give_up(transfer, error)
+            self._end(transfer, error)
             return
         transfer.start_lease(manifest.lease_remaining_s, self._clock.monotonic_s())
         transfer.unpulled.append(manifest)
@@ -239,13 +234,13 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             self._effects.append(Reserve(transfer.transfer_id, transfer.intent.key))
 
     def _on_lost(self, source: str, pair: Pair | None, error: BatonError) -> None:
-        """One whose last chunk is being copied may still end well: the generations decide."""
-        for transfer in [t for t in self._transfers.values() if t.source == source]:
+        """A transfer whose last chunk is being copied may still complete: generations decide."""
+        for transfer in [t for t in self.transfers.values() if t.source == source]:
             if transfer.state is PullerState.PULLING and transfer.handoff is not None:
                 transfer.is_orphaned = True
                 transfer.renewal_s = math.inf
             else:
-                self._give_up(transfer, error, notify=False)
+                self._end(transfer, error, notify=False)
         if pair is not None and pair.state in (PairState.OPENING, PairState.READY):
             self._effects.append(CloseWindow(source))
             now_s = self._clock.monotonic_s()
@@ -255,14 +250,12 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
     # ---- time
 
     def _on_tick(self, now_s: float) -> None:
-        for transfer in [*self._transfers.values()]:
-            if transfer.expires_s <= now_s:
-                self._give_up(transfer, transfer.expiry(now_s))
+        super()._on_tick(now_s)
         self._renew_leases(now_s)
 
     def _renew_leases(self, now_s: float) -> None:
-        """All leases at one source in one message, when the first of them is due."""
-        transfers = self._transfers.values()
+        """Renew all leases at one source in one message, when the first of them is due."""
+        transfers = self.transfers.values()
         due = [t for t in transfers if t.renewal_s <= now_s]
         for source in dict.fromkeys(t.source for t in due):
             leased = [t for t in transfers if t.source == source and t.renewal_s < math.inf]
@@ -277,20 +270,19 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         if state is None or transfer.in_flight or transfer.state is not PullerState.PULLING:
             return
         assert reservation is not None
-        transfer_id, num_pulled = transfer.transfer_id, transfer.num_pulled_blocks
-        key = transfer.intent.key
-        self._effects.append(Complete(transfer_id, key, state, num_pulled, reservation))
+        transfer_id = transfer.transfer_id
+        self._effects.append(Complete(transfer_id, transfer.intent.key, state, reservation))
         if not transfer.is_orphaned:
             self._send(transfer.source, Release(transfer_id))
-        self._forget(transfer_id, _COMPLETED)
-        del self._transfers[transfer_id]
+        self.tombstones.add(transfer_id, _COMPLETED)
+        del self.transfers[transfer_id]
 
-    def _give_up(
+    def _end(
         self, transfer: PullerTransfer, error: BatonError | None, *, notify: bool = True
     ) -> None:
-        """End a transfer badly: `Failed` with `error`, or silence if the gateway cancelled it.
+        """Give a transfer up: `Failed` with `error`; none if the gateway cancelled it.
 
-        The reservation outlives it until the last copy in flight has ended.
+        Its reservation is kept until the last copy in flight has ended.
         """
         if transfer.state is PullerState.ENDING:
             return
@@ -301,18 +293,15 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             self._send(transfer.source, Release(transfer_id))
         if transfer.in_flight:
             self._effects.append(CancelPull(transfer_id))
-        self._forget(transfer_id, error or Cancelled("the request was cancelled"))
+        self.tombstones.add(transfer_id, error or Cancelled("the request was cancelled"))
         transfer.state = PullerState.ENDING
         transfer.expires_s = transfer.renewal_s = math.inf
         self._bury_if_still(transfer)
 
     def _bury_if_still(self, transfer: PullerTransfer) -> None:
-        """The fence of a failed transfer: its memory is free once no copy writes to it."""
+        """Free a failed transfer's blocks once no copy writes to them."""
         if transfer.in_flight:
             return
         if transfer.reservation is not None:
             self._effects.append(DropReservation(transfer.transfer_id, transfer.reservation))
-        del self._transfers[transfer.transfer_id]
-
-    def _forget(self, transfer_id: str, epitaph: BatonError) -> None:
-        self._tombstones.add(transfer_id, epitaph, self._clock.monotonic_s())
+        del self.transfers[transfer.transfer_id]

@@ -1,7 +1,6 @@
-"""One transfer as the puller keeps it: how far it is, which manifests of it have come, and when its
-lease is to be renewed.
+"""One transfer on the puller's side: its state, its manifests, and when its lease is renewed.
 
-Plain bookkeeping: what an event changes is decided in puller.py.
+Bookkeeping only: puller.py decides what an event changes.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from ...engine.kv.block_pool import Reservation
 from .events import Intended
 from .messages import HandoffState, Manifest
 
-_RENEWALS_PER_LEASE = 3  # two may thus be late before a lease runs out
-_MIN_INTERVAL_S = 0.05  # however short a lease a source claims to give
+_RENEWALS_PER_LEASE = 3  # a lease survives two late renewals
+_MIN_INTERVAL_S = 0.05  # however short a lease the source claims
 
 
 class PullerState(enum.Enum):
-    """Of one transfer. Memory is taken late: only when there is something to pull.
+    """The state of one transfer. Blocks are reserved late: when there is something to pull.
 
     Intended     pair ready     first manifest    Reserved     all is pulled
     ───────► WAITING ────► ATTACHED ────► QUEUED ────► PULLING ────► Complete
                               └─ of a prefix: reserved before ─►┘
                 │              │             │            │
                 └──────────────┴─────────────┴────────────┤ given up: Failed at once,
-                                                          │ or silence if it was cancelled
+                                                          │ or nothing if it was cancelled
                          copies in flight ┌───────────────┤
                                           ▼               │ none in flight
                                        ENDING ────────────┴───► DropReservation, if reserved
@@ -35,32 +34,31 @@ class PullerState(enum.Enum):
     """
 
     WAITING = "waiting"  # the pair is not ready; no Attach was sent
-    ATTACHED = "attached"  # the source computes; no manifest yet
-    QUEUED = "queued"  # there is something to pull and nowhere to put it
+    ATTACHED = "attached"  # the source computes; no manifest came yet
+    QUEUED = "queued"  # there is something to pull, but no blocks are reserved yet
     PULLING = "pulling"  # reserved; chunks are copied as they are announced
     ENDING = "ending"  # given up, but copies in flight still write to the reservation
 
 
 @dataclass(slots=True)
 class PullerTransfer:
-    """Its manifests come in order, gap-free, and are of the prompt that the puller knows.
+    """One transfer. Its manifests come in order, without gaps, and name the blocks of the prompt
+    that the puller knows.
 
     `expires_s` is on the monotonic clock, as all times here.
     """
 
     intent: Intended
     state: PullerState
-    expires_s: float  # inf when ending: the fence lasts as long as the copies
+    expires_s: float  # inf: ENDING, which lasts as long as the copies
     next_seq: int = 0
     next_index: int = 0  # of a block
     handoff: HandoffState | None = None  # set by the last manifest
-    unpulled: list[Manifest] = field(default_factory=list)  # announced before there was memory
+    unpulled: list[Manifest] = field(default_factory=list)  # that came before the reservation
     reservation: Reservation | None = None
     in_flight: set[int] = field(default_factory=set)  # manifests whose pulls have not ended
-    num_begun_blocks: int = 0  # their pulls are begun or over, or they are cached here
-    num_pulled_blocks: int = 0
-    is_orphaned: bool = False  # the source is lost, but all that is needed was under way
-    renewal_s: float = math.inf  # when its lease is due; inf: it has, or needs, none
+    is_orphaned: bool = False  # the source was lost when all that is needed was in flight
+    renewal_s: float = math.inf  # when its lease must be renewed; inf: it has, or needs, none
     renewal_interval_s: float = 0.0
 
     @property
@@ -72,14 +70,14 @@ class PullerTransfer:
         return self.intent.ticket.source_incarnation
 
     def start_lease(self, lease_s: float, now_s: float) -> None:
-        """By a manifest, its lease has `lease_s` to run."""
+        """A manifest reported that `lease_s` are left of the lease."""
         self.renewal_interval_s = max(lease_s / _RENEWALS_PER_LEASE, _MIN_INTERVAL_S)
         self.renewal_s = min(now_s + self.renewal_interval_s, self.renewal_s)
 
     def accept(self, manifest: Manifest) -> bool:
-        """Take in the next manifest; False for a double of an earlier one, which changes nothing.
+        """Process the next manifest. Returns False for a duplicate, which changes nothing.
 
-        Raises HandoffFailed on a gap, on another prompt's blocks, or if the end does not fit.
+        Raises HandoffFailed for a gap, another prompt's blocks, or a wrong number of blocks.
         """
         if manifest.seq < self.next_seq:
             return False
@@ -98,19 +96,8 @@ class PullerTransfer:
         self.handoff = manifest.state
         return True
 
-    def ledger(self, now_s: float) -> dict[str, object]:
-        """JSON-able."""
-        return {
-            "state": self.state.value,
-            "key": self.intent.key,
-            "source": self.source,
-            "is_reserved": self.reservation is not None,
-            "num_pulls_in_flight": len(self.in_flight),
-            "expires_in_s": None if self.expires_s == math.inf else self.expires_s - now_s,
-        }
-
     def expiry(self, now_s: float) -> BatonError:
-        """What it fails with when `expires_s` has come."""
+        """Why it ends at `expires_s`."""
         if now_s >= self.intent.deadline_s:
             return DeadlineExceeded("the deadline passed before the KV was here")
         return NodeLost("no link to the source came up in time")

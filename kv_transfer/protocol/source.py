@@ -1,7 +1,7 @@
-"""The source's side of the hand-off: which blocks are kept for whom, and until when.
+"""The source's side of the hand-off: which blocks are kept for which puller, and until when.
 
-Owns leases, tombstones and what was announced; decides when the engine gets blocks back. Knows no
-memory, stream or thread: `handle` maps events to effects, which `node.peers` carries out.
+Owns the leases and what was announced to pullers; decides when blocks return to the engine. Knows
+no memory, stream or thread: `handle` maps events to effects, which `node.peers` executes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -27,18 +26,19 @@ from ...core.ports import Clock
 from ...core.request.request import Ticket
 from ..window.network_address import PoolAccess
 from .events import Chunk, Offered, OfferEvent, PinPrefix, ReleaseBlocks, Withdrawn
+from .handoff_side import HandoffSide
 from .messages import Attach, Hello, Manifest, Message, Release, Renew, Revoked
-from .pairing import HandoffSide, Pair
+from .pairing import Pair
 
 _RELEASED = UnknownTransfer("the transfer is over: its blocks were released")
 _UNWANTED = Cancelled("the puller cancelled the transfer")
-# The same text whether or not somebody else has it: a puller learns nothing of others.
+# The same text whether or not another puller has the transfer: a puller learns nothing of others.
 _NOT_YOURS = UnknownTransfer("no such transfer here")
 
 
 class SourceState(enum.Enum):
-    """Of one transfer. Manifests go out once it is both attached and offered: of a chunk when it is
-    computed, or to a puller that sees our steps already when it is launched.
+    """The state of one transfer. Manifests are sent once it is both attached and offered: for each
+    chunk when it is computed, or when it is launched if the puller sees the source's steps.
 
       Attach              Offered
     ─────────► AWAITED ──────┐
@@ -47,41 +47,33 @@ class SourceState(enum.Enum):
                   │          │                       │
                   └──────────┴───────────────────────┴──► over: `_end` leaves a tombstone
 
-    Withdrawn, Release and PeerLost end every state, a lease that ran out ends HELD, one lease
-    without an offer AWAITED.
+    Withdrawn, Release and PeerLost end every state; an expired lease ends HELD; AWAITED ends after
+    one lease without an offer.
     """
 
-    AWAITED = "awaited"  # its puller has attached, its prompt has not come
-    COMPUTING = "computing"  # the blocks are the running request's: no lease can expire under it
+    AWAITED = "awaited"  # the puller has attached; the prompt was not dispatched here yet
+    COMPUTING = "computing"  # the running request owns the blocks; no lease runs
     HELD = "held"  # computed; the lease runs, and only the puller renews it
 
 
 @dataclass(slots=True)
-class _Transfer:
+class SourceTransfer:
+    """One transfer. `expires_s` is on the monotonic clock, as all times here."""
+
+    transfer_id: str
     puller: str
     state: SourceState
-    offer: Offered | None = None
-    is_attached: bool = False
-    sees_steps: bool = False
-    expires_s: float = math.inf  # while computing
+    offer: Offered | None = None  # None: AWAITED
+    is_attached: bool = False  # manifests may be sent
+    sees_steps: bool = False  # ... also of chunks whose step was only launched
+    expires_s: float = math.inf  # inf: COMPUTING
     unsent: deque[Chunk] = field(default_factory=deque)
-    num_sent: int = 0
-    num_blocks: int = 0  # announced by the engine so far
+    num_sent: int = 0  # manifests
+    num_blocks: int = 0  # that the engine has announced so far
     num_tokens: int = 0  # computed so far
 
-    def ledger(self, now_s: float) -> dict[str, object]:
-        """JSON-able."""
-        return {
-            "state": self.state.value,
-            "key": None if self.offer is None else self.offer.key,
-            "puller": self.puller,
-            "is_attached": self.is_attached,
-            "num_blocks": self.num_blocks,
-            "expires_in_s": None if self.expires_s == math.inf else self.expires_s - now_s,
-        }
-
     def take_next(self) -> tuple[Chunk, int] | None:
-        """The next chunk that may be sent to its puller now, and the step that it must wait for."""
+        """The next chunk that may be sent now, and the step that the puller must wait for."""
         if not self.is_attached or not self.unsent:
             return None
         chunk = self.unsent[0]
@@ -91,8 +83,18 @@ class _Transfer:
         self.unsent.popleft()
         return chunk, 0 if is_computed else chunk.step
 
+    def expiry(self, now_s: float) -> BatonError:
+        """Why it ends at `expires_s`."""
+        if self.offer is None:
+            return UnknownTransfer("no prompt came for the ticket within one lease")
+        if now_s >= self.offer.deadline_s:
+            return DeadlineExceeded("the deadline passed before the KV was pulled")
+        if not self.is_attached:
+            return LeaseExpired("no puller came for the KV within one lease")
+        return LeaseExpired("the puller did not renew its lease")
 
-class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
+
+class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix]):
     """All transfers out of one engine."""
 
     _peer = "puller"
@@ -100,7 +102,7 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
     def __init__(
         self, hello: Hello, clock: Clock, lease_s: float, access: PoolAccess | None = None
     ) -> None:
-        """`access`: how the engine's pools are reached; pullers' keys are made from its key."""
+        """`access`: how the engine's pools are reached; pullers' keys are derived from its key."""
         super().__init__(hello, clock)
         self._access = access
         self._lease_s = lease_s
@@ -124,13 +126,13 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
         if refusal is not None:
             self._effects.append(ReleaseBlocks(transfer_id, offer.key, refusal))
             return
-        transfer = self._transfers.get(transfer_id)
+        transfer = self.transfers.get(transfer_id)
         if transfer is not None and transfer.puller != puller:
             self._send(transfer.puller, Revoked(transfer_id, _NOT_YOURS))
             transfer = None
         if transfer is None:
-            transfer = _Transfer(puller, SourceState.COMPUTING)
-            self._transfers[transfer_id] = transfer
+            transfer = SourceTransfer(transfer_id, puller, SourceState.COMPUTING)
+            self.transfers[transfer_id] = transfer
         transfer.offer = offer
         transfer.state = SourceState.COMPUTING
         transfer.expires_s = math.inf
@@ -138,15 +140,15 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
     def _refusal(self, offer: Offered) -> BatonError | None:
         if offer.ticket.source_incarnation != self._hello.incarnation:
             return UnknownTransfer("the ticket names another incarnation of this source")
-        transfer = self._transfers.get(offer.ticket.transfer_id)
+        transfer = self.transfers.get(offer.ticket.transfer_id)
         if transfer is not None and transfer.offer is not None:
             return HandoffFailed("the ticket is in use by another request")
-        return self._tombstones.get(offer.ticket.transfer_id)
+        return self.tombstones.get(offer.ticket.transfer_id)
 
     def _on_chunk(self, chunk: Chunk) -> None:
-        transfer = self._transfers.get(chunk.transfer_id)
+        transfer = self.transfers.get(chunk.transfer_id)
         if transfer is None or transfer.offer is None:
-            return  # it ended while the chunk was computed
+            return  # the transfer ended while the chunk was computed
         if chunk.blocks or chunk.state is not None:
             assert transfer.state is SourceState.COMPUTING, "a chunk after the last one"
             transfer.num_blocks += len(chunk.blocks)
@@ -159,10 +161,10 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
         self._flush(transfer)
 
     def _on_withdrawn(self, transfer_id: str, error: BatonError) -> None:
-        if transfer_id in self._transfers:
-            self._end(transfer_id, error, notify=True)
+        if (transfer := self.transfers.get(transfer_id)) is not None:
+            self._end(transfer, error)
         else:
-            self._tombstones.add(transfer_id, error, self._clock.monotonic_s())
+            self.tombstones.add(transfer_id, error)
 
     # ---- the puller's side
 
@@ -180,16 +182,17 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
                 raise HandoffFailed("a puller sent what only sources send")
 
     def _on_matched(self, puller: str, pair: Pair) -> None:
-        """Our Hello has the address of our pools: it is for nobody whose own does not fit."""
+        """Send Hello, with the address of the pools, only to a peer whose own Hello fits."""
         access = self._access and self._access.of_puller(puller)
         self._send(puller, replace(self._hello, access=access))
 
     def _on_lost(self, puller: str, pair: Pair | None, error: BatonError) -> None:
-        self._end_all(lambda t: error if t.puller == puller else None, notify=False)
+        for transfer in [t for t in self.transfers.values() if t.puller == puller]:
+            self._end(transfer, error, notify=False)
 
     def _on_attach(self, puller: str, attach: Attach) -> None:
         transfer_id = attach.transfer_id
-        if transfer_id not in self._transfers and self._tombstones.get(transfer_id) is None:
+        if transfer_id not in self.transfers and self.tombstones.get(transfer_id) is None:
             self._await_offer(puller, attach)
         elif (transfer := self._owned_or_denied(puller, transfer_id)) is not None:
             transfer.is_attached = True
@@ -198,8 +201,9 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
             self._flush(transfer)
 
     def _await_offer(self, puller: str, attach: Attach) -> None:
-        """Its prompt is still to come; or a prefix is wanted, which is offered at once or never."""
-        self._transfers[attach.transfer_id] = _Transfer(
+        """The prompt is not offered yet; a prefix, if requested, is offered now or never."""
+        self.transfers[attach.transfer_id] = SourceTransfer(
+            attach.transfer_id,
             puller,
             SourceState.AWAITED,
             is_attached=True,
@@ -213,49 +217,34 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
     def _on_release(self, puller: str, transfer_id: str) -> None:
         if (transfer := self._owned(puller, transfer_id)) is not None:
             is_whole = transfer.state is SourceState.HELD and not transfer.unsent
-            self._end(transfer_id, None if is_whole else _UNWANTED, notify=False)
-        elif transfer_id not in self._transfers:
-            self._tombstones.add(transfer_id, _UNWANTED, self._clock.monotonic_s())
+            self._end(transfer, None if is_whole else _UNWANTED, notify=False)
+        elif transfer_id not in self.transfers:
+            self.tombstones.add(transfer_id, _UNWANTED)
 
-    def _owned(self, puller: str, transfer_id: str) -> _Transfer | None:
-        """The transfer, if it is this puller's."""
-        transfer = self._transfers.get(transfer_id)
+    def _owned(self, puller: str, transfer_id: str) -> SourceTransfer | None:
+        """The transfer, if it belongs to this puller."""
+        transfer = self.transfers.get(transfer_id)
         return transfer if transfer is not None and transfer.puller == puller else None
 
-    def _owned_or_denied(self, puller: str, transfer_id: str) -> _Transfer | None:
-        """The same; a puller whose it is not, or no more, is told so."""
+    def _owned_or_denied(self, puller: str, transfer_id: str) -> SourceTransfer | None:
+        """The same; otherwise the puller is sent Revoked."""
         if (transfer := self._owned(puller, transfer_id)) is None:
-            epitaph = self._tombstones.get(transfer_id) or _NOT_YOURS
+            epitaph = self.tombstones.get(transfer_id) or _NOT_YOURS
             self._send(puller, Revoked(transfer_id, epitaph))
         return transfer
 
     # ---- leases
 
-    def _renew(self, transfer: _Transfer) -> None:
-        """A full lease from now, but never past the request's deadline."""
+    def _renew(self, transfer: SourceTransfer) -> None:
+        """Start a full lease now, which never exceeds the request's deadline."""
         if transfer.state is SourceState.HELD and transfer.offer is not None:
             until_s = self._clock.monotonic_s() + self._lease_s
             transfer.expires_s = min(until_s, transfer.offer.deadline_s)
 
-    def _on_tick(self, now_s: float) -> None:
-        self._end_all(lambda t: self._expiry(t, now_s), notify=True)
-
-    def _expiry(self, transfer: _Transfer, now_s: float) -> BatonError | None:
-        """Why the transfer must end now, if it must."""
-        if now_s < transfer.expires_s:
-            return None
-        if transfer.offer is None:
-            return UnknownTransfer("no prompt came for the ticket within one lease")
-        if now_s >= transfer.offer.deadline_s:
-            return DeadlineExceeded("the deadline passed before the KV was pulled")
-        if not transfer.is_attached:
-            return LeaseExpired("no puller came for the KV within one lease")
-        return LeaseExpired("the puller did not renew its lease")
-
     # ---- effects
 
-    def _flush(self, transfer: _Transfer) -> None:
-        """Announce the chunks that the puller may get now."""
+    def _flush(self, transfer: SourceTransfer) -> None:
+        """Send the manifests of all chunks that the puller may pull now."""
         now_s = self._clock.monotonic_s()
         while (taken := transfer.take_next()) is not None:
             chunk, step = taken
@@ -270,18 +259,16 @@ class Source(HandoffSide[_Transfer, OfferEvent, ReleaseBlocks | PinPrefix]):
             transfer.num_sent += 1
             self._send(transfer.puller, manifest)
 
-    def _end_all(self, reason: Callable[[_Transfer], BatonError | None], *, notify: bool) -> None:
-        """End every transfer for which `reason` gives one."""
-        for transfer_id, transfer in list(self._transfers.items()):
-            error = reason(transfer)
-            if error is not None:
-                self._end(transfer_id, error, notify=notify)
+    def _end(
+        self, transfer: SourceTransfer, error: BatonError | None, *, notify: bool = True
+    ) -> None:
+        """The only end of a transfer: release its blocks, if it has any, and leave a tombstone.
 
-    def _end(self, transfer_id: str, error: BatonError | None, *, notify: bool) -> None:
-        """The only way out: blocks back if there are any, Revoked to the puller, a tombstone."""
-        transfer = self._transfers.pop(transfer_id)
-        epitaph = error or _RELEASED
-        self._tombstones.add(transfer_id, epitaph, self._clock.monotonic_s())
+        `error` is None if the puller has pulled everything.
+        """
+        transfer_id, epitaph = transfer.transfer_id, error or _RELEASED
+        del self.transfers[transfer_id]
+        self.tombstones.add(transfer_id, epitaph)
         if transfer.offer is not None:
             self._effects.append(ReleaseBlocks(transfer_id, transfer.offer.key, error))
         if notify and transfer.is_attached:

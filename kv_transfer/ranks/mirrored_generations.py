@@ -1,11 +1,11 @@
-"""Generations of an engine on several hosts: rank 0 draws them, the others get them in the order of
-their steps.
+"""Generations of an engine on several hosts: rank 0 draws them and sends them to the others, in
+order with their steps.
 
     rank 0     bump ─► its own page ─► GENERATIONS to all ranks ─► ... ─► the step that overwrites
     rank n     ... steps before ... ─► its copy of the page ─► the step that overwrites
 
-So a rank's copy of the page is never behind its own blocks: what a puller is told there before and
-after a copy is as true as on rank 0's host, where all ranks share the page.
+So a rank's copy of the page is never behind its own blocks: what a puller reads there before and
+after a copy is as valid as on rank 0's host, where all ranks share the page.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...engine.parallel.rank_group import RankGroup
 
 
 class MirroredGenerations:
-    """`Generations` whose page ranks of other hosts have copies of."""
+    """`Generations` whose page is mirrored to ranks on other hosts."""
 
     def __init__(self, page: SharedGenerations, followers: RankGroup) -> None:
         self._page, self._followers = page, followers
@@ -38,7 +38,7 @@ class MirroredGenerations:
 
 
 def generations_of(page: SharedGenerations, followers: RankGroup | None) -> Generations:
-    """Of the engine whose rank 0 this is."""
+    """The generations of the engine with this rank 0; mirrored if it has ranks on other hosts."""
     is_spread = followers is not None and any(followers.hosts)
     return MirroredGenerations(page, followers) if followers and is_spread else page
 
@@ -46,6 +46,6 @@ def generations_of(page: SharedGenerations, followers: RankGroup | None) -> Gene
 def unpack_generations(
     packed: memoryview,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-    """Block ids, and their generations."""
+    """Returns block ids and their generations."""
     half = len(packed) // 2
     return np.frombuffer(packed[:half], np.int64), np.frombuffer(packed[half:], np.uint64)

@@ -1,15 +1,15 @@
-"""A pull by all ranks of an engine: each reads its heads, on whichever of the source's ranks.
+"""A pull by all ranks of an engine: each reads its heads from the source's ranks that have them.
 
     connect     which heads lie where? ─► each rank opens its windows ─► one window of all
-    start_pull  rank 0 orders it of the others, copies its own part ─► done when all have reported
+    start_pull  rank 0 sends an order to the others, copies its own part ─► done when all reported
 
-KV heads that one rank needs may lie on several ranks of the source: then its window is several,
-whose copies go to other heads of the same blocks. Each rank judges its own copies by the source's
-one page of generations, and the worst outcome counts. Rank 0's orders as bytes:
+The KV heads that one rank needs may lie on several ranks of the source: then it opens a window onto
+each, and each copies other heads of the same blocks. Each rank checks its own copies by the
+source's page of generations, and the worst outcome counts. Rank 0's orders as bytes:
 
-    open      MessagePack: its pieces     aside, since it takes time ─► answer: Opened
+    open      MessagePack: its pieces     on another thread ─► reply: Opened
     pull      | window: uint64 | source ids: int64 [n] | ours: int64 [n] | generations: uint64 [n] |
-                                          the window's thread copies ─► answer: the outcome
+                                          the window's thread copies ─► reply: the outcome
     cancel    | the pull's order: uint64 |
     close     | window: uint64 |          a window's number is that of the order to open it
 
@@ -43,14 +43,14 @@ _NUMBER = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class SourcePiece:
-    """A pool of a source, and the piece of its blocks to pull."""
+    """One rank's pool of a source, and the piece of its blocks to pull."""
 
     pool: RemotePool
     piece: BlockPiece
 
 
 def open_pieces(transports: Sequence[Transport], pieces: Sequence[SourcePiece]) -> PoolWindow:
-    """A window for all pieces; raises HandoffFailed if one of them cannot be had."""
+    """Open one window for all pieces. Raises HandoffFailed if one of them cannot be opened."""
     windows: list[PoolWindow] = []
     try:
         for each in pieces:
@@ -65,7 +65,7 @@ def open_pieces(transports: Sequence[Transport], pieces: Sequence[SourcePiece]) 
 
 
 class JoinedWindow:
-    """Windows onto one source. `gbytes_per_s`: of all together."""
+    """Several windows onto one source as one. `gbytes_per_s`: of all together."""
 
     prepare = PoolWindow.prepare
 
@@ -76,13 +76,13 @@ class JoinedWindow:
 
     @property
     def num_steps(self) -> int | None:
-        """A source has one count for all its ranks."""
+        """From any window: a source has one count for all its ranks."""
         return self._windows[0].num_steps
 
     def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> PullHandle:
         pull = JoinedPull(len(self._windows), on_done)
         for window in self._windows:
-            pull.add(window.start_pull(pairs, pull.ended))
+            pull.handles.append(window.start_pull(pairs, pull.ended))
         return pull
 
     def close(self) -> None:
@@ -91,21 +91,17 @@ class JoinedWindow:
 
 
 class JoinedPull:
-    """`num_parts` pulls as one: done with the last of them, as the worst of them."""
+    """`num_parts` pulls as one: it ends with the last of them, with the worst outcome."""
 
     def __init__(self, num_parts: int, on_done: Callable[[PullOutcome], None]) -> None:
         self._num_parts = num_parts
         self._on_done = on_done
         self._lock = threading.Lock()
         self._outcomes: list[PullOutcome] = []
-        self._handles: list[PullHandle] = []
-
-    def add(self, handle: PullHandle) -> None:
-        """A part to hurry to its end when this is cancelled; it may have ended."""
-        self._handles.append(handle)
+        self.handles: list[PullHandle] = []  # of the parts, which may have ended
 
     def ended(self, outcome: PullOutcome) -> None:
-        """A part has ended; from any thread."""
+        """A part has ended. Any thread may call it."""
         with self._lock:
             self._outcomes.append(outcome)
             is_last = len(self._outcomes) == self._num_parts
@@ -113,24 +109,24 @@ class JoinedPull:
             self._on_done(worst(self._outcomes))
 
     def cancel(self) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             handle.cancel()
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a rank answers: its window stands, or `error` is why not."""
+    """A rank's reply: its window is open, or `error` is why not."""
 
     error: str = ""
     gbytes_per_s: float = 0.0
 
     def require(self, rank: int) -> None:
-        """Raises HandoffFailed if the window does not stand."""
+        """Raises HandoffFailed if the window is not open."""
         if self.error:
             raise HandoffFailed(f"rank {rank}: {self.error}")
 
 
-# Made once, here: two threads that meet a type for the first time crash msgspec.
+# Created at import: msgspec crashes when two threads use a type for the first time.
 _opened_decoder = msgspec.msgpack.Decoder(Opened)
 
 
@@ -148,7 +144,7 @@ def pack_pull(window: int, pairs: BlockPairs) -> bytes:
 
 
 def unpack_pull(packed: memoryview) -> tuple[int, BlockPairs]:
-    """The window and the pairs, which lie in a copy of their own."""
+    """Returns the window's number and a copy of the pairs."""
     rows = np.frombuffer(packed[_NUMBER.size :], np.int64).reshape(3, -1).copy()
     return unpack_number(packed), BlockPairs(rows[:2], rows[2].view(np.uint64))
 
@@ -156,7 +152,7 @@ def unpack_pull(packed: memoryview) -> tuple[int, BlockPairs]:
 class RankPulls:
     """All windows of one rank, by the numbers of the orders that opened them.
 
-    Belongs to the thread that receives the orders; answers go out from whichever thread has them.
+    Used by the thread that receives the orders; replies are sent from the thread that has them.
     """
 
     def __init__(self, transports: Sequence[Transport], channel: RankChannel) -> None:
@@ -191,45 +187,40 @@ class RankPulls:
                 del self._pulls[order]
             self._channel.answer(order, outcome.value.encode())
 
-        with self._lock:  # so that it is known before it ends
+        with self._lock:  # so that it is registered before it ends
             self._pulls[order] = self._windows[number].start_pull(pairs, ended)
 
     def cancel(self, message: RankMessage) -> None:
-        """Hurry a pull to its end; it may have ended."""
+        """End a pull as soon as possible; it may have ended."""
         with self._lock:
             handle = self._pulls.get(unpack_number(message.payload))
         if handle is not None:
             handle.cancel()
 
     def close(self, message: RankMessage) -> None:
-        """Start no more pulls; a window that never stood is no error."""
+        """Start no more pulls. A window that was never open is no error."""
         with self._lock:
             window = self._windows.pop(unpack_number(message.payload), None)
         if window is not None:
             window.close()
 
 
+@dataclass(frozen=True, slots=True)
 class WindowOpener:
-    """Opens windows onto whole sources, for all ranks of this engine; `parts` are their pools."""
+    """Opens windows onto sources for all ranks of this engine.
 
-    def __init__(
-        self,
-        mine: Sequence[Transport],
-        parts: Sequence[PoolPart],
-        followers: RankGroup | None,
-        here: bytes,
-        wrap: WrapSocket = lambda connection: connection,
-    ) -> None:
-        """`mine` are rank 0's ways, best first; without followers it is the only rank. `here`: its
-        host's id."""
-        self._here = here
-        self._wrap = wrap
-        self._mine = mine
-        self._parts = parts
-        self._followers = followers
+    `_mine`: rank 0's transports, best first. `_parts`: the pools of all ranks. `_followers`: the
+    other ranks. `_here`: the id of rank 0's host.
+    """
+
+    _mine: Sequence[Transport]
+    _parts: Sequence[PoolPart]
+    _followers: RankGroup | None
+    _here: bytes
+    _wrap: WrapSocket = lambda connection: connection
 
     def open(self, source: OpenWindow) -> PoolWindow:
-        """Raises HandoffFailed, EngineFailed. Takes as long as it takes to connect."""
+        """Connect all ranks; blocks as long as that takes. Raises HandoffFailed, EngineFailed."""
         by_rank = self._plan(source)
         mine = open_pieces(self._mine, by_rank[0])
         if self._followers is None:
@@ -250,7 +241,7 @@ class WindowOpener:
         return window
 
     def _plan(self, source: OpenWindow) -> list[list[SourcePiece]]:
-        """For each of our ranks, the pools of the source that it reads, and what of them."""
+        """For each rank of this engine, the pools of the source that it reads, and their pieces."""
         if source.access is None:
             raise HandoffFailed("the source has not sent how its pools are reached")
         remote = source.access.at(source.incarnation, source.host, self._here, self._parts[0].pool)
@@ -282,16 +273,15 @@ class WindowOpener:
 
 
 class RankedWindow(JoinedWindow):
-    """Rank 0's window and those of the other ranks, which know theirs by `number`.
+    """Rank 0's window, and the windows of the other ranks, which identify theirs by `number`.
 
-    They have the same source, so that what rank 0 sees of it holds for them.
+    All are onto the same source, so what rank 0 reads of it is valid for all.
     """
 
     def __init__(
         self, mine: PoolWindow, gbytes_per_s: float, followers: RankGroup, number: int
     ) -> None:
         super().__init__([mine], gbytes_per_s)
-        self._mine = mine
         self._followers = followers
         self._number = number
 
@@ -303,8 +293,8 @@ class RankedWindow(JoinedWindow):
 
         messages = [pack_pull(self._number, pairs)] * self._followers.num_ranks
         order = self._followers.order(MessageKind.PULL, messages, ended)
-        pull.add(_Order(self._followers, order))
-        pull.add(self._mine.start_pull(pairs, pull.ended))
+        pull.handles.append(_Order(self._followers, order))
+        pull.handles.append(self._windows[0].start_pull(pairs, pull.ended))
         return pull
 
     def close(self) -> None:
@@ -314,7 +304,7 @@ class RankedWindow(JoinedWindow):
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A pull in flight on the other ranks."""
+    """The handle of a pull on the other ranks."""
 
     followers: RankGroup
     number: int

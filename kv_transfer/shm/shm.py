@@ -1,4 +1,4 @@
-"""`shm`: blocks between CPU engines of one host, whose pools lie in memory that can be shared."""
+"""The transport `shm`: between CPU engines of one host, whose pools lie in shared memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def export_host_pool(
     key: bytes,
     parts: Sequence[PoolPart] = (),
 ) -> PoolExporter:
-    """Offer `pool` to this host's pullers that hold a key made from `key`.
+    """Export `pool` to this host's pullers that hold a key derived from `key`.
 
     Raises StartupFailed if the incarnation is exported already.
     """
@@ -34,11 +34,11 @@ class ShmTransport:
     name = "shm"
 
     def __init__(self, pool: CpuKvMemory) -> None:
-        """`pool` is where blocks are copied to; it must outlive the windows."""
+        """`pool`: the local pool that blocks are copied to; it must outlive the windows."""
         self._pool = pool
 
     def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> ShmWindow:
-        """Raises HandoffFailed: nobody exports it, another user does, or its memory does not fit.
+        """Raises HandoffFailed if the pool is not exported, is another user's, or does not fit.
 
         Blocks for up to a second if the exporter hangs.
         """

@@ -1,1 +1,1 @@
-"""A source's pool as a puller reaches it: the contract of all transports."""
+"""A puller's access to a source's pool: the contract of all transports."""

@@ -1,4 +1,4 @@
-"""What one pull copies: which blocks of a source's pool go to which of ours, as columns."""
+"""What one pull copies: pairs of a block in the source's pool and a local one, as columns."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ Generations: TypeAlias = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockPairs:
-    """`ids` [2, n]: the blocks in the source's pool, and those of ours that they go to;
-    `generations` [n], as the source announced them."""
+    """`ids` [2, n]: the source's blocks, and the local blocks that they are copied to;
+    `generations` [n]: of the source's blocks, as it announced them."""
 
     ids: Ids
     generations: Generations
 
     @classmethod
     def join(cls, sources: BlockRefs, destinations: Sequence[int]) -> BlockPairs:
-        """Destinations may be more."""
+        """Block i of the source goes to `destinations[i]`."""
         ids = np.empty((2, len(sources)), np.int64)
-        ids[0], ids[1] = sources.block_ids, destinations[: len(sources)]
+        ids[0], ids[1] = sources.block_ids, destinations
         return cls(ids, sources.generations.copy())
 
     def __len__(self) -> int:
         return len(self.generations)
 
     def __getitem__(self, part: slice) -> BlockPairs:
-        ids = np.ascontiguousarray(self.ids[:, part])  # as an upload wants them
+        ids = np.ascontiguousarray(self.ids[:, part])  # an upload needs it so
         return BlockPairs(ids, self.generations[part])
 
     def __eq__(self, other: object) -> bool:

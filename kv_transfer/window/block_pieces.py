@@ -1,4 +1,4 @@
-"""Which KV heads and layers a rank pulls from which rank of a source that is cut otherwise: pure
+"""Which KV heads and layers a rank pulls from which rank of a source with another parallelism: pure
 arithmetic.
 
     source, 4 ranks   | 0 1 | 2 3 | 4 5 | 6 7 |      a block of one rank's pool holds its KV heads
@@ -6,9 +6,9 @@ arithmetic.
 
     row = one layer's K or V of a block:  [ head | head | ... ], head = that of block_size tokens
 
-A stage of a pipeline has the rows of its layers: what it pulls from another is some of the rows
-there, for some of the rows here. KV heads that are fewer than ranks lie on several: each puller
-reads one of the replicas, another than its neighbours do. Knows no pool and no transport.
+A pipeline stage has the rows of its layers: a rank copies some rows of a source's stage to some of
+its own. If there are fewer KV heads than ranks, several ranks hold each head; neighbouring ranks
+read different replicas. Knows no pool and no transport.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Range: TypeAlias = tuple[int, int]  # the first, how many
 
 
 class Shard(Protocol):
-    """What of a model's KV lies in one rank's pool."""
+    """The part of a model's KV that lies in one rank's pool."""
 
     @property
     def heads(self) -> Range: ...
@@ -42,8 +42,8 @@ class Shard(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`count` neighbours, heads or layers: those from `there` on, of the `num_there` in the
-    source's pool, go to those from `here` on, of the `num_here` in ours."""
+    """`count` consecutive heads or layers: they begin at `there` of the `num_there` in the source's
+    pool, and at `here` of the `num_here` in the local pool."""
 
     there: int
     here: int
@@ -58,7 +58,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class BlockPiece:
-    """What is pulled of each block of one source rank's pool: these heads of these layers."""
+    """The part that is pulled of each block of one source rank's pool."""
 
     source_rank: int
     heads: Span
@@ -66,14 +66,14 @@ class BlockPiece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a block there is a block here."""
+        """Whether it is a whole block in both pools."""
         return self.heads.is_whole and self.layers.is_whole
 
 
 def pieces_of(sources: Sequence[Shard], mine: Shard, my_rank: int) -> list[BlockPiece]:
-    """What rank `my_rank`, with the heads and layers of `mine`, pulls: all of them, each once.
+    """The pieces that rank `my_rank` pulls: each head of each layer in `mine` once.
 
-    Raises FingerprintMismatch if one lies on no rank of the source.
+    Raises FingerprintMismatch if no rank of the source has one.
     """
     pieces = []
     layers_there = {rank: source.layers for rank, source in enumerate(sources)}
@@ -90,7 +90,7 @@ def pieces_of(sources: Sequence[Shard], mine: Shard, my_rank: int) -> list[Block
 def _runs(
     mine: Range, theirs: Mapping[int, Range], kind: str, what: str
 ) -> Iterator[tuple[list[int], Range]]:
-    """`mine` in runs that lie together, each with the ranks there that hold the most of it."""
+    """Split `mine` into runs, each with the source's ranks that hold the longest part of it."""
     at, end = mine[0], sum(mine)
     while at < end:
         ends = {rank: sum(held) for rank, held in theirs.items() if held[0] <= at < sum(held)}
@@ -109,11 +109,11 @@ def _span(run: Range, there: Range, mine: Range) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class BlockCut:
-    """A piece of each block in bytes: `num_rows` rows, `width` bytes of each.
+    """A piece of each block in bytes: `num_rows` rows of `width` bytes.
 
-    The first lies `source_offset` into a block of `source_block_bytes` there, and goes `offset`
-    into one of `block_bytes` here; the others follow `source_pitch` and `pitch` bytes apart. A row
-    is never wider than either, and begins in one as the first does.
+    The first row begins at `source_offset` in the source's block of `source_block_bytes`, and at
+    `offset` in the local block of `block_bytes`; the next rows follow at distances of
+    `source_pitch` and `pitch` bytes. No row crosses a multiple of its pitch.
     """
 
     num_rows: int
@@ -127,7 +127,7 @@ class BlockCut:
 
     @classmethod
     def of(cls, piece: BlockPiece | None, block_bytes: int) -> BlockCut:
-        """Of blocks that have `block_bytes` here; None is all of a block."""
+        """Of local blocks of `block_bytes`; `piece` None: whole blocks."""
         if piece is None or piece.is_whole:
             return cls.whole(block_bytes)
         heads, layers = piece.heads, piece.layers
@@ -138,7 +138,7 @@ class BlockCut:
         source_offset = 2 * layers.there * source_pitch + heads.there * head_bytes
         source_block_bytes = 2 * layers.num_there * source_pitch
         num_rows, width = 2 * layers.count, heads.count * head_bytes
-        if width == pitch == source_pitch:  # one row behind the other at both ends
+        if width == pitch == source_pitch:  # contiguous in both blocks
             num_rows, width = 1, num_rows * width
             pitch, source_pitch = block_bytes, source_block_bytes
         ends = (source_block_bytes, block_bytes)
@@ -156,19 +156,19 @@ class BlockCut:
 
     @property
     def piece_bytes(self) -> int:
-        """What is copied of one block."""
+        """Bytes copied of each block."""
         return self.num_rows * self.width
 
     def there(self, memory: Memory, num_blocks: int = 1) -> Rows:
-        """The piece of each block in a source's memory."""
+        """The piece of each block in the source's memory."""
         return self._rows(memory, num_blocks, self.source_pitch, self.source_offset)
 
     def here(self, memory: Memory, num_blocks: int = 1) -> Rows:
-        """The same of our blocks."""
+        """The piece of each block in local memory."""
         return self._rows(memory, num_blocks, self.pitch, self.offset)
 
     def _rows(self, memory: Memory, num_blocks: int, pitch: int, offset: int) -> Rows:
-        # Words of 8 bytes where they fit: comparing is faster so.
+        # Words of 8 bytes if they fit: comparing them is faster.
         word = 1 if (pitch | offset | self.width) % 8 else 8
         rows = np.frombuffer(memory, f"u{word}").reshape(num_blocks, -1, pitch // word)
         row, begin = divmod(offset, pitch)
@@ -176,7 +176,7 @@ class BlockCut:
         return rows[:, row : row + self.num_rows, columns]
 
     def require_canary(self, found: bytes, incarnation: str) -> None:
-        """Raises HandoffFailed if `found`, the piece of the source's canary block, is another."""
+        """Raises HandoffFailed if `found`, the piece of the source's canary block, is wrong."""
         expected = canary_bytes(incarnation, self.source_block_bytes)
         if found != self.there(expected).tobytes():
             raise HandoffFailed("the canary block is wrong: another layout or another memory")

@@ -1,7 +1,7 @@
-"""Where a source's pools are reached, by whom, and whether a network is needed for that.
+"""The address of a source's pools, the key for them, and whether they are reached over a network.
 
 The host is that of the source's entry in the directory, which the puller dialled for the control
-stream; port and key came over that stream, which has proven both ends. Opens no connection.
+stream; port and key came over that stream, which authenticated both ends. Opens no connection.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ KEY_BYTES = 32
 
 
 def pair_key(engine_key: bytes, puller: str) -> bytes:
-    """What one puller must hold to reach the pools of the source that drew `engine_key`.
+    """The key of one puller for the pools of the source that drew `engine_key`.
 
-    All ranks of the source can check it, and no puller can make another's.
+    All ranks of the source can check it, and no puller can derive another puller's key.
     """
     return hmac.digest(engine_key, b"puller" + bytes.fromhex(puller), "sha256")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolAccess:
-    """What a source sends in its Hello to one puller: how its pools are reached, with which key.
+    """What a source sends in its Hello to one puller: the address of its pools, and the key.
 
-    `port` is 0 where they are not reached over a network.
+    `port` is 0 if they are not reached over a network.
     """
 
     host_id: Annotated[bytes, Meta(min_length=HOST_ID_BYTES, max_length=HOST_ID_BYTES)]
@@ -37,21 +37,21 @@ class PoolAccess:
     key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)] = field(repr=False)
 
     def at(self, name: str, host: str, here: bytes, puller: str) -> RemotePool:
-        """Rank 0's pool as `puller`, on the host of id `here`, reaches it at `host`."""
+        """Rank 0's pool at `host`, for `puller` on the host with id `here`."""
         return RemotePool(name, host, self.port, self.key, self.host_id != here, puller)
 
     def of_puller(self, puller: str) -> PoolAccess:
-        """The source's own, whose key never leaves it, for this puller."""
+        """For this puller, derived from the source's own, whose key never leaves it."""
         return replace(self, key=pair_key(self.key, puller))
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePool:
-    """One rank's pool as `puller` reaches it, with a key of its own. `name`: rank 0's is that of
-    its engine's incarnation.
+    """One rank's pool as `puller` reaches it, with the puller's key. `name`: of rank 0 it is the
+    engine's incarnation.
 
-    `port` is 0 where it is not reached over a network, `is_elsewhere` if its memory cannot be
-    shared with this process.
+    `port` is 0 if it is not reached over a network; `is_elsewhere`: its memory cannot be shared
+    with this process.
     """
 
     name: str
@@ -63,12 +63,12 @@ class RemotePool:
 
     @property
     def address(self) -> str:
-        """Where it is dialled over a network."""
+        """Its network address."""
         return f"{self.host}:{self.port}"
 
     def of_rank(self, name: str, host: str, port: int, *, is_apart: bool) -> RemotePool:
-        """Another rank's pool of the same engine; `host`: if not on rank 0's. `is_apart`: the rank
-        that reads it is not on the host of its own engine's rank 0."""
+        """Another rank's pool of the same engine. `host`: empty if it is rank 0's. `is_apart`: the
+        rank that reads it is not on the host of its own engine's rank 0."""
         is_elsewhere = self.is_elsewhere or bool(host) or is_apart
         host = host or self.host
         return replace(self, name=name, host=host, port=port, is_elsewhere=is_elsewhere)

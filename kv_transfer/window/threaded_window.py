@@ -1,6 +1,6 @@
-"""Pulls that a thread of their own copies, one after another, and reports exactly once each.
+"""Pulls that the window's own thread copies, one after another; each is reported exactly once.
 
-start_pull ─► queue ─► the window's thread: copy_blocks ─► on_done      close ─► let_go
+start_pull ─► queue ─► the window's thread: copy_blocks ─► on_done      close ─► release
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ...core.errors import HandoffFailed
 from .block_pairs import BlockPairs
@@ -19,27 +20,27 @@ from .transport import PoolWindow, PullOutcome
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Pull:
-    """One `start_pull`; the handle that its caller gets."""
+    """One pull; the handle that `start_pull` returns."""
 
-    def __init__(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> None:
-        self.pairs = pairs
-        self.on_done = on_done
-        self.started_s = time.monotonic()
-        self.is_cancelled = False
+    pairs: BlockPairs
+    on_done: Callable[[PullOutcome], None]
+    is_cancelled: bool = False
+    started_s: float = field(default_factory=time.monotonic)
 
     def cancel(self) -> None:
-        self.is_cancelled = True  # seen before the next piece
+        self.is_cancelled = True  # checked before the next piece
 
 
 class PullThread(ABC):
     """A `transport.PoolWindow` with a thread that copies, or waits for copies."""
 
-    prepare = PoolWindow.prepare  # nothing: the thread does all
+    prepare = PoolWindow.prepare  # nothing to prepare: the thread does all
     _is_closed = False
 
     def __init__(self, incarnation: str) -> None:
-        """Start the thread; what it copies with must be ready."""
+        """Start the thread. What `copy_blocks` uses must be initialised before."""
         self._incarnation = incarnation
         self._pulls: queue.SimpleQueue[Pull | None] = queue.SimpleQueue()
         name = f"kv-pull-{incarnation[:8]}"
@@ -48,15 +49,15 @@ class PullThread(ABC):
 
     @abstractmethod
     def copy_blocks(self, pull: Pull) -> PullOutcome:
-        """On the thread: copy until done or cancelled. Whatever it raises is a pull that failed."""
+        """On the thread: copy until done or cancelled. If it raises, the pull has failed."""
 
     @abstractmethod
-    def let_go(self) -> None:
-        """On the thread, at its end: the window is closed, and all is reported."""
+    def release(self) -> None:
+        """On the thread, at its end: free what it used. All pulls are reported."""
 
     @property
     def num_steps(self) -> int | None:
-        """None: they are not counted in host memory, or for other hosts."""
+        """None: the source's steps cannot be read through this window."""
         return None
 
     def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> Pull:
@@ -73,7 +74,7 @@ class PullThread(ABC):
             self._pulls.put(None)
 
     def join(self) -> None:
-        """Wait until a closed window has reported all its pulls and let go."""
+        """Wait until a closed window has reported all its pulls and freed its memory."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -81,9 +82,9 @@ class PullThread(ABC):
             try:
                 outcome = self.copy_blocks(pull)
             except Exception as error:
-                # A pull that never reports would fence its memory for ever.
+                # A pull that never reports would keep its reservation for ever.
                 is_ours = not isinstance(error, HandoffFailed)
                 _log.error("a pull from %s broke: %s", self._incarnation, error, exc_info=is_ours)
                 outcome = PullOutcome.FAILED
             pull.on_done(outcome)
-        self.let_go()
+        self.release()

@@ -1,7 +1,7 @@
-"""How blocks travel: small Protocols over shared memory, GPUs or a network, and the choice of one.
+"""The contract of transports (shared memory, GPUs, a network) and the choice of one.
 
-A transport opens a window onto one source's pool; a window copies blocks into the local pool on the
-side. Knows no transfer, no lease and no message.
+A transport opens a window onto one source's pool; a window copies blocks into the local pool in the
+background. Knows no transfer, no lease and no message.
 
     connect(source) ──► PoolWindow ── start_pull(pairs) ──► PullHandle
                                                └── on_done(outcome), exactly once
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class PullOutcome(enum.Enum):
-    """How a pull ended, the worst last. Only OK makes its destination blocks readable."""
+    """How a pull ended, the worst last. Only after OK may its destination blocks be read."""
 
     OK = "ok"
     CANCELLED = "cancelled"
@@ -33,7 +33,7 @@ class PullOutcome(enum.Enum):
 
 
 def worst(outcomes: Iterable[PullOutcome]) -> PullOutcome:
-    """How a pull in several parts ended, by how they did."""
+    """The outcome of a pull in several parts."""
     return max(outcomes, key=tuple(PullOutcome).index)
 
 
@@ -41,7 +41,7 @@ class PullHandle(Protocol):
     """One pull in flight."""
 
     def cancel(self) -> None:
-        """Make it end early. It still reports, and may still report OK."""
+        """End the pull early. It still reports, and may still report OK."""
         ...
 
 
@@ -49,7 +49,7 @@ Starter: TypeAlias = Callable[[Callable[[PullOutcome], None]], PullHandle]
 
 
 class PoolWindow(Protocol):
-    """One source's pool as this process sees it, canary checked, until `close`."""
+    """Access of this process to one source's pool, canary checked, until `close`."""
 
     @property
     def transport(self) -> str: ...
@@ -61,7 +61,7 @@ class PoolWindow(Protocol):
 
     @property
     def num_steps(self) -> int | None:
-        """How many of the source's steps have written their KV; None: not to be seen from here."""
+        """How many of the source's steps have written their KV; None: it cannot be read."""
         ...
 
     def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> PullHandle:
@@ -73,15 +73,15 @@ class PoolWindow(Protocol):
         ...
 
     def prepare(self, pairs: BlockPairs) -> Starter:
-        """All of `start_pull` that can be done before the blocks are there; call the result with
-        `on_done` once they are, or never. For windows that show `num_steps`. Raises HandoffFailed.
+        """Do the part of `start_pull` that is possible before the blocks are written. The caller
+        calls the result with `on_done` once they are, or never. For windows with `num_steps`.
 
-        As it stands here, nothing is done before.
+        The default prepares nothing. Raises HandoffFailed.
         """
         return partial(self.start_pull, pairs)
 
     def close(self) -> None:
-        """Accept no more pulls. Those accepted end and report, then the memory is unmapped."""
+        """Accept no more pulls. Accepted pulls end and report, then the memory is unmapped."""
         ...
 
 
@@ -92,7 +92,7 @@ class Transport(Protocol):
     def name(self) -> str: ...
 
     def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> PoolWindow:
-        """Open exactly this pool, to copy that piece of its blocks, or all.
+        """Open this pool, to copy `piece` of each of its blocks (None: whole blocks).
 
         Raises HandoffFailed with the reason.
         """
@@ -102,9 +102,9 @@ class Transport(Protocol):
 def open_window(
     transports: Sequence[Transport], source: RemotePool, piece: BlockPiece | None = None
 ) -> PoolWindow:
-    """The window of the first transport that connects, best first; each that does not is logged.
+    """The window of the first transport that connects; `transports` are ordered, best first.
 
-    Raises HandoffFailed that names every transport tried with its reason.
+    Each that does not connect is logged. Raises HandoffFailed that names all with their reasons.
     """
     reasons = []
     for transport in transports:
@@ -114,7 +114,7 @@ def open_window(
             _log.warning("source %s: no %s: %s", source.name, transport.name, error.message)
             reasons.append(f"{transport.name}: {error.message}")
         except Exception as error:
-            # The caller would wait for ever for an answer that does not come.
+            # Without a result the caller would wait for ever.
             _log.exception("source %s: no %s", source.name, transport.name)
             reasons.append(f"{transport.name}: {type(error).__name__}: {error}")
     tried = "; ".join(reasons) or "none is configured"

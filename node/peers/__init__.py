@@ -1,1 +1,1 @@
-"""An engine's peers: what it lends to them, and what it pulls from them."""
+"""An engine's peers: what they pull from it, and what it pulls from them."""

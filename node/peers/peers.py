@@ -1,20 +1,20 @@
-"""An engine and its peers: what they pull from it, and what it pulls from them.
+"""Executes the effects of an engine's `Source` and `Puller`: messages, copies, and calls of a role.
 
-    Attach, Renew, Release ─► Source ─┬─► manifests; blocks back ─► `on_release`, of a role
-                                      └─► PinPrefix ─► `loans`, of prefixes
+    Attach, Renew, Release ─► Source ─┬─► manifests; blocks back ─► `on_release` of a role
+                                      └─► PinPrefix ─► prefix loans
 
     Manifest, Revoked ──────► Puller ─┬─► OpenWindow ─► windows; StartPull ─► pulls
                                       └─► Reserve, Complete, Failed, DropReservation ─► a receiver:
-                                          `handoffs`, of a role, or `fetches`, of prefixes
+                                          `handoffs` (a role) or `fetches` (prefixes)
 
-Glue: `kv_transfer.protocol` decides about leases and transfers, the engine about blocks.
+Decides nothing: `kv_transfer.protocol` decides about leases and transfers, the engine about blocks.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, assert_never
+from typing import Protocol, assert_never
 
 from ...core.errors import BatonError
 from ...core.ports import Clock
@@ -38,6 +38,7 @@ from ...kv_transfer.protocol.events import (
     StartPull,
     Tick,
 )
+from ...kv_transfer.protocol.ledger import ledger
 from ...kv_transfer.protocol.puller import Puller
 from ...kv_transfer.protocol.source import Source
 from ..channels.engine_channels import EngineChannels
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class Receiver(Protocol):
-    """Who takes up what is pulled: a hand-off to this engine, or a prefix."""
+    """Processes the results of transfers into this engine: hand-offs, or prefixes."""
 
     def reserve(self, key: str) -> None: ...
 
@@ -61,8 +62,11 @@ class Receiver(Protocol):
 
 
 class Peers:
-    """One engine's. `on_release` gets the key of each request whose hand-off to another engine is
-    over, and why, if it failed; `handoffs` is set where there are any to this one."""
+    """The peers of one engine.
+
+    `on_release` is called with the key of each request whose hand-off to another engine is over,
+    and with the error if it failed. `handoffs` is set if requests are handed off to this engine.
+    """
 
     def __init__(
         self,
@@ -75,8 +79,8 @@ class Peers:
         make_fetches: Callable[[Callable[[PullerEvent], None]], PrefixFetches],
         clock: Clock,
     ) -> None:
-        """`make_windows` and `make_fetches` are told whom to feed; `flush_gateways` sends what is
-        queued for them."""
+        """`make_windows` and `make_fetches` get the function for their events; `flush_gateways`
+        sends the outputs queued for gateways."""
         self._source, self._puller = source, puller
         self.windows = make_windows(self.feed_puller)
         self.pulls = self.windows.pulls
@@ -86,13 +90,13 @@ class Peers:
         self._clock = clock
         self.on_release: Callable[[str, BatonError | None], None] = lambda key, error: None
         self.handoffs: Receiver | None = None
-        # Whom a peer's link, its messages and its end are for.
+        # Where events of a peer's link go, by the peer's kind.
         self.feeds: Mapping[Kind, Callable[[PeerLinked | PeerLost | PeerMessage], None]] = {
             Kind.PULLER: self.feed_source,
             Kind.SOURCE: self.feed_puller,
         }
 
-    # -- what they pull from it ----------------------------------------------------------------
+    # -- transfers out of this engine ----------------------------------------------------------
 
     def feed_source(self, event: SourceEvent) -> None:
         for effect in self._source.handle(event):
@@ -110,7 +114,7 @@ class Peers:
                 case _:
                     assert_never(effect)
 
-    # -- what it pulls from them ---------------------------------------------------------------
+    # -- transfers into this engine ------------------------------------------------------------
 
     def feed_puller(self, event: PullerEvent) -> None:
         for effect in self._puller.handle(event):
@@ -145,8 +149,8 @@ class Peers:
     # -- both ----------------------------------------------------------------------------------
 
     def _to_peer(self, kind: Kind, effect: Send | ClosePeer) -> None:
-        """Gateways first: of an end they are to hear from where it began, not from the peer, which
-        reports that it was called off."""
+        """Send to gateways first: the error of a request must reach its gateway from the engine
+        where it occurred, before the peer reports that the transfer was cancelled."""
         self._flush_gateways()
         if isinstance(effect, Send):
             self._channels.to_peer(kind, effect.incarnation, effect.message)
@@ -155,7 +159,7 @@ class Peers:
             self._channels.end_peer(kind, effect.incarnation, effect.error)
 
     def tick(self) -> float:
-        """Expire what is due; returns the next deadline on the monotonic clock; inf: none."""
+        """Expire what is due. Returns the next deadline on the monotonic clock; inf: none."""
         now_s = self._clock.monotonic_s()
         if self._source.next_deadline_s() <= now_s:
             self.feed_source(Tick())
@@ -165,13 +169,9 @@ class Peers:
 
     @property
     def is_idle(self) -> bool:
-        """No prefix is lent, and nothing comes from elsewhere."""
-        return not (self._loans or self._puller.num_transfers)
+        """No prefix is lent, and no transfer into this engine is open."""
+        return not (self._loans or self._puller.transfers)
 
     def ledger(self) -> dict[str, object]:
-        """The transfers of both sides, their peers, and how many are over: JSON-able."""
-        source: dict[str, Any] = self._source.ledger()
-        puller: dict[str, Any] = self._puller.ledger()
-        return {name: source[name] | puller[name] for name in ("transfers", "peers")} | {
-            "num_tombstones": source["num_tombstones"] + puller["num_tombstones"]
-        }
+        """The transfers of both sides and their peers, JSON-able."""
+        return ledger(self._source, self._puller, self._clock.monotonic_s())

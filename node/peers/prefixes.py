@@ -1,12 +1,13 @@
-"""Prefixes that come out of other engines' caches before their prompts are computed here, and those
-that others get out of ours.
+"""Prefixes that are fetched out of other engines' caches before a prompt is computed, and prefixes
+that are lent out of the local cache.
 
-    begin ─► borrow room ─► Intended ─► source pins ─► copies ─┬─► in the cache ──┬─► `on_over`:
-      └─ no room, all here, no link ─► False                   └─► lacks, dies, ──┘   compute
-                                                                   hangs, refuses
+    begin ─► reserve blocks ─► Intended ─► source pins ─► copies ─┬─► cached ─────┬─► `on_over`:
+      └─ no blocks, all cached, no link ─► False                  └─► failed, ────┘   compute
+                                                                      timed out
 
-A fetch is never waited for beyond its limit, and fails no request. Its room is taken before the
-source is requested anything, so nobody holds another's blocks while waiting for memory.
+A request waits for a fetch no longer than its limit, and a failed fetch fails no request. Blocks
+are reserved before the request to the source, so no engine holds another's blocks while it waits
+for memory.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ from ...kv_transfer.protocol.messages import HandoffState
 from ...kv_transfer.protocol.puller import Puller
 from ...proto.v1 import node_pb2
 
-LOAN_KEY = ""  # of what is offered though no request here computes it
-_LEASE_SHARE = 0.75  # is waited for at most: an engine that is to decode awaits the prompt for one
+LOAN_KEY = ""  # the key of an offered prefix, which no request computes
+# The longest wait, in leases: the engine that decodes waits one lease for the prompt.
+_LEASE_SHARE = 0.75
 
 
 class PrefixLoans:
-    """What one engine's cache holds for pullers."""
+    """Prefixes in one engine's cache that are held for pullers."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -54,7 +56,7 @@ class PrefixLoans:
         return len(self._fences)
 
     def lend(self, wanted: PinPrefix) -> tuple[SourceEvent, ...]:
-        """All of them, or none: nobody waits here for memory or for a step. The source's answer."""
+        """Hold all of the blocks, or none; never wait. Returns the events for the source."""
         ticket, lent = wanted.ticket, self._engine.prefixes.lend(wanted.block_hashes)
         transfer_id = ticket.transfer_id
         if lent is None:
@@ -75,12 +77,12 @@ class _Fetch:
     request: Request
     prefix: BorrowedPrefix
     began_s: float
-    on_over: Callable[[], None] | None  # None: it was called
+    on_over: Callable[[], None] | None  # None: it was called, or is not wanted any more
 
 
 class PrefixFetches:
-    """One engine's. `by_transfer`: until their blocks are given back; `counts`: since its
-    incarnation began."""
+    """The fetches of one engine. `by_transfer`: until their blocks are returned; `counts`: since
+    the engine's incarnation began."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class PrefixFetches:
         incarnation: str,
         lease_s: float,
     ) -> None:
-        """`feed`: the `puller`, and carry out what it answers."""
+        """`feed`: pass an event to `puller` and execute its effects."""
         self._engine = engine
         self._puller, self._feed = puller, feed
         self._clock = clock
@@ -105,13 +107,13 @@ class PrefixFetches:
 
     @property
     def requests(self) -> list[Request]:
-        """Those that wait for their prefix."""
+        """Requests that wait for their prefix."""
         return [fetch.request for fetch in self.by_transfer.values() if fetch.on_over is not None]
 
     def begin(self, request: Request, source: PrefixSource, on_over: Callable[[], None]) -> bool:
-        """Pull the prefix that the request names; False: it is to be computed at once.
+        """Fetch the prefix that the request names. Returns False if it must be computed at once.
 
-        `on_over` is called once, when the prefix is here or will not come, unless `forget` is.
+        `on_over` is called once, when the fetch has ended in any way, unless `forget` is called.
         """
         if not self._puller.is_linked(source.incarnation):
             self.counts.failed_fetches[NodeLost.code] += 1
@@ -133,8 +135,8 @@ class PrefixFetches:
         return True
 
     def forget(self, key: str, others: Container[str]) -> None:
-        """The request is over. If a prefix is awaited for it, and for no other sample of its prompt
-        that is among `others`, it is not any more."""
+        """The request is over: cancel its fetch, unless another sample of its prompt among `others`
+        waits for it."""
         for transfer_id, fetch in self.by_transfer.items():
             keys = [sample.key for sample in (fetch.request, *fetch.request.forks)]
             if (
@@ -153,13 +155,14 @@ class PrefixFetches:
         fetch = self.by_transfer.pop(complete.transfer_id)
         self._engine.prefixes.keep(fetch.prefix, complete.state.first_undrafted)
         self.counts.num_fetches += 1
-        self.counts.fetched_blocks += complete.num_pulled_blocks
-        self.counts.fetched_bytes += complete.num_pulled_blocks * self._engine.limits.block_bytes
+        num_pulled = complete.reservation.num_known_blocks - fetch.prefix.num_cached_blocks
+        self.counts.fetched_blocks += num_pulled
+        self.counts.fetched_bytes += num_pulled * self._engine.limits.block_bytes
         self.counts.fetch_s += self._clock.monotonic_s() - fetch.began_s
         self._over(fetch)
 
     def failed(self, failed: Failed) -> None:
-        """Its room stays until nothing writes to it: `dropped`."""
+        """Its blocks are kept until no copy writes to them: see `dropped`."""
         self.counts.failed_fetches[failed.error.code] += 1
         self._over(self.by_transfer[failed.transfer_id])
 

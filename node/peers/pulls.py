@@ -1,10 +1,10 @@
-"""Copies out of sources' pools: what the puller's StartPull and CancelPull do outside.
+"""Copies out of sources' pools: executes StartPull and CancelPull.
 
     start ── the window's thread: copy ─────────────────► post ──► PullEnded
       └───── prepared; poll until its step has written the blocks ─┘
 
-Belongs to the engine loop's thread; what windows' threads find out comes back through `post`. Knows
-no request and no reservation.
+Runs on the engine loop's thread; windows' threads return results through `post`. Knows no request
+and no reservation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Post = Callable[[Callable[[], None]], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PreparedPull:
-    """A pull of what a step of the source is still writing, prepared."""
+    """A prepared pull of blocks that a step of the source is still writing."""
 
     pull: StartPull
     window: PoolWindow
@@ -39,8 +39,8 @@ class _PreparedPull:
 
 @dataclass(eq=False)
 class Pulls:
-    """All of one engine, through its open windows, by incarnation of their sources. Each is
-    reported to `_feed` exactly once, when nothing writes to its destination."""
+    """All pulls of one engine, through its open windows (by incarnation of their sources). Each is
+    reported to `_feed` exactly once, when nothing writes to its destination any more."""
 
     _windows: Mapping[str, PoolWindow]
     _post: Post
@@ -49,7 +49,7 @@ class Pulls:
     _prepared: list[_PreparedPull] = field(default_factory=list)
 
     def __len__(self) -> int:
-        """Copies in flight, or prepared."""
+        """Pulls in flight or prepared."""
         return len(self._begun) + len(self._prepared)
 
     def start(self, pull: StartPull) -> None:
@@ -63,12 +63,12 @@ class Pulls:
 
     @property
     def are_waiting(self) -> bool:
-        """Whether some wait for steps of their sources, of which no message comes: `poll`, often,
-        also while a step is on the device."""
+        """Whether pulls wait for steps of their sources. No message reports those: call `poll`
+        often, also while a step is on the device."""
         return bool(self._prepared)
 
     def poll(self) -> None:
-        """Begin the pulls whose steps have completed."""
+        """Start the prepared pulls whose steps have completed."""
         for each in [each for each in self._prepared if each.is_due]:
             self._prepared.remove(each)
             self._begin(each.pull, each.start)
@@ -77,7 +77,7 @@ class Pulls:
         try:
             start = window.prepare(pull.pairs)
         except Exception as error:
-            # A pull that never reports would fence its memory for ever.
+            # A pull that never reports would keep its reservation for ever.
             is_ours = not isinstance(error, HandoffFailed)
             log.error("no pull from source %s: %s", pull.incarnation, error, exc_info=is_ours)
             self._report(pull, PullOutcome.FAILED)
@@ -94,19 +94,19 @@ class Pulls:
         self._begun[name] = start(lambda outcome: self._post(partial(ended, outcome)))
 
     def cancel(self, transfer_id: str) -> None:
-        """Hurry a transfer's copies to their end."""
+        """End a transfer's pulls as soon as possible."""
         self._end_prepared(lambda pull: pull.transfer_id == transfer_id, PullOutcome.CANCELLED)
         for (of_transfer, _), handle in self._begun.items():
             if of_transfer == transfer_id:
                 handle.cancel()
 
     def close_source(self, incarnation: str) -> None:
-        """Its window closes: begin no more, but what is finished is still worth having."""
+        """The source's window closes: start only the pulls whose steps have completed by now."""
         self.poll()
         self._end_prepared(lambda pull: pull.incarnation == incarnation, PullOutcome.FAILED)
 
     def _end_prepared(self, is_over: Callable[[StartPull], bool], outcome: PullOutcome) -> None:
-        """Report those that have not begun as ended."""
+        """Report prepared pulls as ended."""
         for each in [each for each in self._prepared if is_over(each.pull)]:
             self._prepared.remove(each)
             self._report(each.pull, outcome)
@@ -115,6 +115,6 @@ class Pulls:
         self._post(partial(self._feed, PullEnded(pull.transfer_id, pull.seq, outcome)))
 
     def transport_of(self, incarnation: str) -> str:
-        """The name of the transport by which it is copied from this source now, or nothing."""
+        """The name of the transport to this source; empty if no window is open."""
         window = self._windows.get(incarnation)
         return "" if window is None else window.transport

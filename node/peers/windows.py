@@ -1,9 +1,9 @@
-"""Windows onto sources' pools: what the puller's OpenWindow and CloseWindow do outside.
+"""Windows onto sources' pools: executes OpenWindow and CloseWindow.
 
     open ──── thread: connect, canary, GB/s ────► post ──► WindowOpened, WindowFailed
                                                       └──► `pulls` copies through it, until `close`
 
-Belongs to the engine loop's thread; what others find out comes back through `post`.
+Runs on the engine loop's thread; other threads return results through `post`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def on_a_thread(run: Callable[[], None]) -> None:
-    """Run something that may block for a while."""
+    """Run a function that may block for a while."""
     threading.Thread(target=run, name="connect-window", daemon=True).start()
 
 
@@ -37,15 +37,15 @@ class Windows:
         feed: Callable[[PullerEvent], None],
         run_aside: Callable[[Callable[[], None]], None] = on_a_thread,
     ) -> None:
-        """`connect` may block and raises HandoffFailed; `feed` gets what comes of it all."""
+        """`connect` may block and raises HandoffFailed; `feed` gets the resulting events."""
         self._connect, self._post, self._feed = connect, post, feed
         self._run_aside = run_aside
-        self._opening: dict[str, OpenWindow] = {}  # by incarnation: may answer
+        self._opening: dict[str, OpenWindow] = {}  # by incarnation: no result yet, not closed
         self._windows: dict[str, PoolWindow] = {}
         self.pulls = Pulls(self._windows, post, feed)
 
     def open(self, opening: OpenWindow) -> None:
-        """Connect aside of the loop; answered once, unless it is closed before."""
+        """Connect on another thread. One event follows, unless the window is closed before."""
         self._opening[opening.incarnation] = opening
 
         def connect() -> None:
@@ -54,7 +54,7 @@ class Windows:
             except HandoffFailed as error:
                 found = error
             except Exception as error:
-                # The puller would wait for ever for an answer that does not come.
+                # Without a result the puller would wait for ever.
                 log.exception("source %s: no window", opening.incarnation)
                 found = HandoffFailed(f"{type(error).__name__}: {error}")
             self._post(partial(self._opened, opening, found))
@@ -65,7 +65,7 @@ class Windows:
         incarnation = opening.incarnation
         if self._opening.get(incarnation) is not opening:
             if not isinstance(found, HandoffFailed):
-                found.close()  # nobody waits for it any more
+                found.close()  # it was closed, or replaced, while it was opened
             return
         del self._opening[incarnation]
         if isinstance(found, HandoffFailed):
@@ -81,7 +81,7 @@ class Windows:
         self._feed(WindowOpened(incarnation, found.num_steps is not None))
 
     def close(self, incarnation: str) -> None:
-        """Start no more pulls; those in flight end by themselves and report."""
+        """Start no more pulls; pulls in flight end by themselves and report."""
         self.pulls.close_source(incarnation)
         self._opening.pop(incarnation, None)
         if window := self._windows.pop(incarnation, None):

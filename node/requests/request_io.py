@@ -22,7 +22,7 @@ from ...core.ports import Clock
 from ...core.request.request import Request, Ticket, TokenLogprobs
 from ...core.request.timeline import Event
 from ...engine.scheduling.outputs import FinishedBeam, PromptLogprobs, TokenOutput
-from ...kv_transfer.protocol.pairing import Tombstones
+from ...kv_transfer.protocol.handoff_side import Tombstones
 from ...proto import codec
 from ...proto.v1 import node_pb2
 
@@ -63,7 +63,7 @@ class RequestIO:
         self.is_draining = False
         self._entries: dict[str, Entry] = {}
         self._deadlines: list[tuple[float, str]] = []  # heap; keys of closed entries are skipped
-        self._tombstones = Tombstones()
+        self._tombstones = Tombstones(clock)
         self._send_to = send_to
         self._steps: dict[str, _Step] = {}  # by gateway
         self._clock = clock
@@ -207,7 +207,7 @@ class RequestIO:
     def end(self, key: str, error: BatonError | None) -> Entry | None:
         """Close a request and bury its key, one that never came as well; with an error that is
         reported. None: it was not open."""
-        self._tombstones.add(key, _OVER, self._clock.monotonic_s())
+        self._tombstones.add(key, _OVER)
         entry = self._entries.pop(key, None)
         if entry is not None and error is not None:
             if not isinstance(error, Cancelled):
@@ -223,7 +223,7 @@ class RequestIO:
     def overdue(self) -> list[str]:
         """Keys whose deadline has passed; forgets old tombstones in passing."""
         now = self._clock.monotonic_s()
-        self._tombstones.purge(now)
+        self._tombstones.purge()
         keys = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, key = heapq.heappop(self._deadlines)

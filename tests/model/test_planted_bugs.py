@@ -26,10 +26,10 @@ from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.scheduling import sequence
 from baton.engine.scheduling.block_tables import BlockTables
 from baton.engine.scheduling.queues import Queues
-from baton.kv_transfer.protocol.pairing import HandoffSide, Tombstones
+from baton.kv_transfer.protocol.handoff_side import HandoffSide, Tombstones
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.puller_transfer import PullerTransfer
-from baton.kv_transfer.protocol.source import Source, _Transfer
+from baton.kv_transfer.protocol.source import Source, SourceTransfer
 from baton.kv_transfer.shm.shm_window import ShmWindow
 from baton.node.peers.pulls import Pulls
 
@@ -115,7 +115,7 @@ BUGS = [
     Bug(
         "a chunk that was only launched is announced to those who cannot see its end",
         "blocks are copied before they are written",
-        _Transfer.take_next,
+        SourceTransfer.take_next,
         [("if not is_computed and not self.sees_steps:", "if False:")],
         partial(search, "lost dispatch", launches=True, sees_steps=False),
         shows="failed although nothing happened to it",
@@ -229,7 +229,7 @@ BUGS = [
         "a transfer that ended is not forgotten",
         "its blocks are released twice: once under their next owner",
         Source._end,
-        [("self._transfers.pop(transfer_id)", "self._transfers[transfer_id]")],
+        [("del self.transfers[transfer_id]", "pass")],
         search,
         shows="released twice",
     ),
@@ -257,10 +257,8 @@ BUGS = [
         Source._end,
         [
             (
-                "self._transfers.pop(transfer_id)",
-                "self._transfers.pop(transfer_id)\n"
-                "    if isinstance(error, LeaseExpired):\n"
-                "        self._transfers[transfer_id] = transfer",
+                "del self.transfers[transfer_id]",
+                "if not isinstance(error, LeaseExpired):\n        del self.transfers[transfer_id]",
             )
         ],
         partial(search, "lost dispatch", advances=1),
@@ -277,10 +275,10 @@ BUGS = [
     Bug(
         "a puller waits without a deadline",
         "the request hangs",
-        Puller._on_tick,
-        [("transfer.expires_s <= now_s", "False")],
+        HandoffSide._on_tick,
+        [("t.expires_s <= now_s", "False")],
         partial(search, "crash"),
-        shows="'state': 'waiting'",
+        shows="{'waiting'}",
     ),
     # ---- memory
     Bug(

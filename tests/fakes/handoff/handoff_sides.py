@@ -54,6 +54,7 @@ from baton.kv_transfer.protocol.events import (
     WindowOpened,
     Withdrawn,
 )
+from baton.kv_transfer.protocol.handoff_side import TOMBSTONE_S
 from baton.kv_transfer.protocol.messages import (
     Attach,
     HandoffState,
@@ -64,7 +65,6 @@ from baton.kv_transfer.protocol.messages import (
     Renew,
     Revoked,
 )
-from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.window.transport import PullOutcome
@@ -119,13 +119,12 @@ class Memory(NamedTuple):
 
 
 class _Side:
-    """What the two have in common: a machine with a ledger."""
+    """What the two have in common: a machine with transfers."""
 
     machine: Source | Puller
 
     def transfer_states(self) -> set[str]:
-        transfers: dict[str, dict[str, str]] = self.machine.ledger()["transfers"]  # type: ignore[assignment]
-        return {transfer["state"] for transfer in transfers.values()}
+        return {transfer.state.value for transfer in self.machine.transfers.values()}
 
 
 class SourceSide(_Side):
@@ -257,8 +256,8 @@ class SourceSide(_Side):
         check_pool(self.pool, {b: 1 for blocks in self.held.values() for b in blocks})
 
     def assert_nothing_left(self) -> None:
-        ledger = self.machine.ledger()
-        assert ledger["transfers"] == {} and ledger["num_tombstones"] == 0, ledger
+        assert not self.machine.transfers, self.transfer_states()
+        assert not len(self.machine.tombstones)
         assert not self.held and None not in self.over_s.values()
 
 
@@ -316,7 +315,7 @@ class PullerSide(_Side):
         assert self._state_of_transfers() == before, "a stranger changed a transfer"
 
     def _state_of_transfers(self) -> object:
-        return repr((self.machine.ledger()["transfers"], self.ends, self.reservations, self.pulls))
+        return repr((self.machine.transfers, self.ends, self.reservations, self.pulls))
 
     def open_window(self) -> None:
         opening = self.openings.pop(0)
@@ -457,8 +456,8 @@ class PullerSide(_Side):
         check_pool(self.pool, {b: 1 for blocks in self.reservations.values() for b in blocks})
 
     def assert_nothing_left(self) -> None:
-        ledger = self.machine.ledger()
-        assert ledger["transfers"] == {} and ledger["num_tombstones"] == 0, ledger
+        assert not self.machine.transfers, self.transfer_states()
+        assert not len(self.machine.tombstones)
         assert (
             not self.reservations
             and not self.waiting

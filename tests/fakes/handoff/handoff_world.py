@@ -434,9 +434,8 @@ class World:
         for each in left:
             assert not list(each)
         for node in (self.source, self.puller):
-            ledger = node.machine.ledger()
-            assert ledger["transfers"] == {}
-            assert ledger["num_tombstones"] == 0
+            assert not node.machine.transfers
+            assert not len(node.machine.tombstones)
             assert node.machine.next_deadline_s() == math.inf
             assert sorted(node.free) == list(range(NUM_POOL_BLOCKS))
         assert self.is_linked or not self.puller.windows

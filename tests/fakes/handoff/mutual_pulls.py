@@ -207,7 +207,7 @@ class Peer:
         assert self.end is not None, "the prompt waits for ever"
         assert self.running is None, "it runs for ever"
         assert not self.pool.open_fences and not self.pins and self.prefix is None
-        assert not self.source.ledger()["transfers"] and not self.puller.ledger()["transfers"]
+        assert not self.source.transfers and not self.puller.transfers
 
 
 @dataclass

@@ -43,6 +43,7 @@ from baton.kv_transfer.protocol.events import (
     Tick,
     Withdrawn,
 )
+from baton.kv_transfer.protocol.handoff_side import TOMBSTONE_S
 from baton.kv_transfer.protocol.messages import (
     Attach,
     HandoffState,
@@ -53,7 +54,6 @@ from baton.kv_transfer.protocol.messages import (
     Renew,
     Revoked,
 )
-from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess
 
@@ -107,7 +107,7 @@ class World:
         self.chunk(0, 3)
 
     def assert_over(self) -> None:
-        assert self.source.ledger()["transfers"] == {}
+        assert self.source.transfers == {}
         assert self.source.next_deadline_s() == math.inf
 
 
@@ -286,7 +286,7 @@ def test_nothing_late_revives_a_transfer(world: World, late: Message) -> None:
     world.assert_over()
     assert released(world.offer()) is UnknownTransfer
     world.wait(TOMBSTONE_S)
-    assert world.source.ledger()["num_tombstones"] == 0
+    assert not len(world.source.tombstones)
 
 
 def test_a_release_that_overtakes_everything_leaves_a_tombstone(world: World) -> None:

@@ -52,7 +52,7 @@ def test_pieces_are_the_copy_and_cannot_be_joined(ids: list[tuple[int, int]]) ->
 
 def test_columns_are_what_the_pairs_say() -> None:
     refs = [BlockRef(7, 2**63 + 1), BlockRef(4, 0)]
-    pairs = BlockPairs.join(packed(refs), (3, 9, 5))
+    pairs = BlockPairs.join(packed(refs), (3, 9))
     assert pairs.ids.tolist() == [[7, 4], [3, 9]]
     assert pairs.generations.tolist() == [2**63 + 1, 0]
     assert len(pairs) == 2

@@ -23,7 +23,7 @@ from baton.decode_node import engine_main as decode_main
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.outputs import TokenOutput
 from baton.gateway.engines.engine_connection import tokens_from_wire
-from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
+from baton.kv_transfer.protocol.handoff_side import TOMBSTONE_S
 from baton.node.engine_process.cache_report import CacheReport
 from baton.node.engine_process.heartbeat import STALL_S, HeartbeatSender
 from baton.node.engine_process.startup_messages import describe_pool
