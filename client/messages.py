@@ -35,8 +35,8 @@ _MAX_TIMEOUT_S = 365 * 86400.0
 class GenerateParams(TypedDict, total=False):
     """Keyword arguments of `generate`; whatever is absent takes the server's default.
 
-    Those from `max_tokens` to `cache_salt` are the table of core/request/request.py, whose ranges,
-    defaults and meanings are in docs/sampling.md.
+    Those from `max_tokens` to `cache_salt` are the table of core/request/sampling_params.py;
+    docs/sampling.md has their ranges, defaults and meanings.
     """
 
     prompt_token_ids: Sequence[int]  # instead of the prompt's text

@@ -16,15 +16,14 @@ from ..core import errors
 from ..core.errors import BatonError, InvalidRequest
 from ..core.request.constraint import Constraint, ConstraintKind
 from ..core.request.request import (
-    SAMPLING,
     Adapter,
     FinishReason,
     PrefixSource,
     Request,
-    SamplingParams,
     Ticket,
     TokenLogprobs,
 )
+from ..core.request.sampling_params import SAMPLING, SamplingParams
 from ..core.request.timeline import Event, Stamp
 from ..core.request.token_ids import pack, unpack
 from .v1 import common_pb2, node_pb2

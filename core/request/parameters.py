@@ -1,8 +1,8 @@
 """What a request parameter can be: kinds of numbers, and the `parameter` that makes a field one;
 kinds of texts and tokens are in text_parameters.py.
 
-The table itself is SamplingParams and RequestOptions in request.py, one field a parameter, with
-the name of the proto message's field. Made from it: the fields of HTTP bodies and OpenAPI
+The table itself is SamplingParams and RequestOptions in sampling_params.py, one field a parameter,
+with the name of the proto message's field. Made from it: the fields of HTTP bodies and OpenAPI
 (gateway/http/generate/request_fields.py), the checks of both fronts (gateway/validation), the codec
 (proto/codec.py), the steps between an engine's ranks, and the table in docs/sampling.md.
 """

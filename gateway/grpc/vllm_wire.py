@@ -14,7 +14,8 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2
 
 from ...core.errors import InvalidRequest
-from ...core.request.request import SAMPLING, TokenLogprobs
+from ...core.request.request import TokenLogprobs
+from ...core.request.sampling_params import SAMPLING
 from ...core.request.token_ids import pack
 from ...proto.v1 import common_pb2, inference_pb2
 from ..request.output_chunk import OutputChunk, RequestResult

@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...core.errors import InvalidRequest
-from ...core.request.request import SAMPLING, Adapter, SamplingParams
+from ...core.request.request import Adapter
+from ...core.request.sampling_params import SAMPLING, SamplingParams
 from ...proto.v1 import common_pb2
 
 # Of beams alone: without them they would change nothing.

@@ -4,8 +4,8 @@ fields mean.
     GenerateRequest ── ids, ranges ──► (tokenise) ── lengths, defaults, seed ──► ValidatedRequest
 
 Errors name the field at fault as the client knows it. Parameters are checked by their kinds in the
-table of request.py, whose limits are vLLM's where it has some, and tighter where a public endpoint
-should be. Knows no node: what the deployment can hold comes in as `ModelLimits`.
+table of sampling_params.py, whose limits are vLLM's where it has some, and tighter where a public
+endpoint needs it. Knows no node: the capacity of the deployment is passed in as `ModelLimits`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from google.protobuf.message import Message
 
 from ...core.errors import ContextLengthExceeded, InvalidRequest, PromptTooLarge
 from ...core.request.parameters import Parameter
-from ...core.request.request import OPTIONS, SAMPLING, Adapter, RequestOptions, SamplingParams
+from ...core.request.request import Adapter
+from ...core.request.sampling_params import OPTIONS, SAMPLING, RequestOptions, SamplingParams
 from ...core.request.text_parameters import check_in_vocabulary
 from ...core.request.token_ids import column, unpack
 from ...proto.codec import constraint_from_wire, given

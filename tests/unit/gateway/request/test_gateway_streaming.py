@@ -12,7 +12,8 @@ from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters
 
 from baton.core.errors import BatonError, Cancelled, Overloaded
 from baton.core.ports import SystemClock
-from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.request.request import FinishReason
+from baton.core.request.sampling_params import SamplingParams
 from baton.gateway.request.engine_link import EngineOutput
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.request.session import Session

@@ -15,7 +15,7 @@ from baton.core.errors import (
     InvalidRequest,
     PromptTooLarge,
 )
-from baton.core.request.request import SamplingParams
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import column, pack
 from baton.gateway.validation.validation import (
     ModelLimits,
