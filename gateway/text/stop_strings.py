@@ -11,8 +11,40 @@ was cut into pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+
+class StopSearch:
+    """The search of one request's text, token by token. The text of the first `min_tokens` tokens
+    is not searched; `includes_stop`: the stop string that is found is shown."""
+
+    def __init__(self, stops: Sequence[str], min_tokens: int, includes_stop: bool) -> None:
+        self._matcher = StopMatcher(stops)
+        self._num_unsearched = min_tokens
+        self._includes_stop = includes_stop
+
+    def feed(self, texts: Iterable[str]) -> tuple[str, int, str | None]:
+        """Take the texts of the next tokens, up to the one that completes a stop string. Returns
+        what can be shown now, the number of tokens taken, and the stop string."""
+        shown: list[str] = []
+        for text in texts:
+            stop = None
+            if self._num_unsearched:
+                self._num_unsearched -= 1
+            else:
+                text, stop = self._matcher.feed(text)
+            shown.append(text)
+            if stop is not None:
+                num_tokens = len(shown)
+                if self._includes_stop:
+                    shown.append(stop)
+                return "".join(shown), num_tokens, stop
+        return "".join(shown), len(shown), None
+
+    def flush(self) -> str:
+        """What was held back, once the text has ended."""
+        return self._matcher.flush()
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from tokenizers import decoders
 
 from .joined_tokens import NUM_CONTEXT_TOKENS, JoinedTokens
 from .library_failures import REPLACEMENT
-from .stop_strings import StopMatcher
+from .stop_strings import StopSearch
 
 
 class TextPiece(NamedTuple):
@@ -43,32 +43,19 @@ class TextStream:
         if stop_ids and not includes_stop:
             hidden = frozenset(stop_ids)
             self.next = lambda token: "" if token in hidden else step(token)
-        self._matcher = StopMatcher(stops) if stops else None
         self.is_searched = bool(stops)  # for stop strings: then `next` is not enough
-        self._num_unsearched = min_tokens
-        self._includes_stop = includes_stop
+        self._search = StopSearch(stops, min_tokens, includes_stop) if stops else None
 
     def feed(self, token_ids: Sequence[int]) -> TextPiece:
         """Take the next tokens; those behind the one that completes a stop string do not count."""
-        if self._matcher is None:
-            return TextPiece("".join(map(self.next, token_ids)), len(token_ids), None)
-        shown: list[str] = []
-        for count, token_id in enumerate(token_ids, 1):
-            text, stop = self.next(token_id), None
-            if self._num_unsearched:
-                self._num_unsearched -= 1
-            else:
-                text, stop = self._matcher.feed(text)
-            shown.append(text)
-            if stop is not None:
-                if self._includes_stop:
-                    shown.append(stop)
-                return TextPiece("".join(shown), count, stop)
-        return TextPiece("".join(shown), len(token_ids), None)
+        texts = map(self.next, token_ids)
+        if self._search is None:
+            return TextPiece("".join(texts), len(token_ids), None)
+        return TextPiece(*self._search.feed(texts))
 
     def flush(self) -> str:
         """The last of the text, once no more tokens come."""
-        return "" if self._matcher is None else self._matcher.flush()
+        return "" if self._search is None else self._search.flush()
 
 
 class WholeTexts(dict[int, str | None]):
