@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...core.errors import InvalidRequest
 from ...core.membership import Member
 from ...core.request.token_ids import column
 from ...core.version import version
@@ -12,8 +14,9 @@ from ..admission.text_calls import detokenize, tokenize
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
 from ..security.caller import METRICS
-from ..validation.validation import check_names
 from .service import Context, GenerateService, answering
+
+_MAX_ABORTED = 1024  # of one call
 
 
 @dataclass(eq=False)
@@ -75,3 +78,9 @@ class InferenceService(GenerateService):
             links=() if engine is None else sorted(engine.load.links),
             address=member.address,
         )
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise InvalidRequest for more requests to abort than one call may name."""
+    if len(names) > _MAX_ABORTED:
+        raise InvalidRequest(f"ids has more than {_MAX_ABORTED} items", "ids", "array_too_long")

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from ...cluster.secret import ClusterSecret, operator_key
 from ...core.errors import Unauthenticated
-from .caller import ADMIN, METRICS, Caller, caller_id_of
-from .key_file import ApiKey, KeyRing, digest_of
+from .caller import ADMIN, METRICS, Caller
+from .key_file import ApiKey, KeyRing, caller_id_of, digest_of
 
 MAX_CREDENTIAL_CHARS = 512
 OPERATOR = "@operator"  # no name that a key file could give

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Container
 from dataclasses import dataclass
 
 from ...core.errors import ModelNotFound, PermissionDenied
-
-_CALLER_ID_BYTES = 8
 
 INFER, METRICS, ADMIN = "infer", "metrics", "admin"
 SCOPES = frozenset({INFER, METRICS, ADMIN})
@@ -60,9 +57,3 @@ def anyone(front: str, connection: str = "") -> Caller:
     the one that it calls on: nothing else tells callers apart."""
     # Python's hash of a text has a key of this process: no other gateway gives the same ids.
     return Caller("", SCOPES, front, caller_id=hash(connection) % (1 << 64))
-
-
-def caller_id_of(key_digest: bytes) -> int:
-    """64 bits that stand for it, at all gateways."""
-    digest = hashlib.blake2b(key_digest, digest_size=_CALLER_ID_BYTES).digest()
-    return int.from_bytes(digest, "little")

@@ -30,7 +30,7 @@ from msgspec import Meta, Raw, Struct
 
 from ...cluster.watched_files import WatchedFiles
 from ...core.errors import StartupFailed
-from .caller import Caller, Limits, caller_id_of
+from .caller import Caller, Limits
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ KEY_PREFIX = "bk-"
 MAX_FILE_BYTES = 4 << 20
 
 _KEY_BYTES = 32
+_CALLER_ID_BYTES = 8
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 
@@ -80,6 +81,12 @@ class BadKeyFile(Exception):
 def digest_of(key: str) -> bytes:
     """What the file holds of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def caller_id_of(key_digest: bytes) -> int:
+    """The `Caller.caller_id` of a key's holder: the same at all gateways."""
+    digest = hashlib.blake2b(key_digest, digest_size=_CALLER_ID_BYTES).digest()
+    return int.from_bytes(digest, "little")
 
 
 def load_keys(path: Path) -> tuple[ApiKey, ...]:

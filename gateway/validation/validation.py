@@ -35,7 +35,6 @@ from .beams import OF_SEARCHES, complete_search
 from .constraints import check_constraint
 
 MAX_LABEL_CHARS = 256
-_MAX_ABORTED = 1024
 _DEFAULT_OPTIONS = RequestOptions()
 Adapters: TypeAlias = Mapping[str, Adapter]  # by name
 _NO_ADAPTERS: Adapters = MappingProxyType({})
@@ -138,12 +137,6 @@ def check_label(label: str, param: str) -> None:
             param,
             "invalid_value",
         )
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Raise InvalidRequest for more names of requests, to be aborted, than one call may have."""
-    if len(names) > _MAX_ABORTED:
-        raise InvalidRequest(f"ids has more than {_MAX_ABORTED} items", "ids", "array_too_long")
 
 
 def _token_ids(wire: inference_pb2.GenerateRequest, vocab_size: int) -> array[int]:
