@@ -128,7 +128,7 @@ def build_request(
     prompt: str | None, params: GenerateParams
 ) -> tuple[inference_pb2.GenerateRequest, float | None]:
     """The request and its timeout in seconds; InvalidRequest for what the wire cannot carry."""
-    fields: dict[str, Any] = {name: one for name, one in params.items() if one is not None}
+    fields: dict[str, Any] = {name: value for name, value in params.items() if value is not None}
     prompt_token_ids = fields.pop("prompt_token_ids", None)
     if prompt is not None and prompt_token_ids is not None:
         raise InvalidRequest("give the prompt as text or as token ids, not both", "prompt")
@@ -248,11 +248,11 @@ class Collector:
         return chunk
 
     def _finished(self, wire: inference_pb2.GenerateChunk, reason: FinishReason) -> Result:
-        chunks, found = self._chunks[wire.sample_index], wire.result
-        fields = codec.same_fields(found, Result) | {
-            "decode_node": found.decode_node or None,
-            "transport": found.transport or None,
-            "timeline": tuple(codec.stamps_from_wire(found.timeline)),
+        chunks, result = self._chunks[wire.sample_index], wire.result
+        fields = codec.same_fields(result, Result) | {
+            "decode_node": result.decode_node or None,
+            "transport": result.transport or None,
+            "timeline": tuple(codec.stamps_from_wire(result.timeline)),
         }
         return Result(
             **fields,
@@ -265,6 +265,6 @@ class Collector:
             else wire.matched_stop or None,
             times=TokenTimes(self._sent_s, tuple(self._token_s[wire.sample_index])),
             sample_index=wire.sample_index,
-            logprobs=tuple(one for chunk in chunks for one in chunk.logprobs),
+            logprobs=tuple(logprobs for chunk in chunks for logprobs in chunk.logprobs),
             prompt_logprobs=tuple(self._prompt_logprobs[wire.sample_index]),
         )

@@ -47,19 +47,19 @@ class ModelInfo:
 def tokenize_call(text: str) -> Call[tuple[int, ...]]:
     request = inference_pb2.TokenizeRequest()
     set_field(request, "text", text)
-    return "Tokenize", request, lambda answer: tuple(answer.ids)
+    return "Tokenize", request, lambda response: tuple(response.ids)
 
 
 def detokenize_call(token_ids: Sequence[int]) -> Call[str]:
     request = inference_pb2.DetokenizeRequest()
     set_field(request, "ids", token_ids)
-    return "Detokenize", request, lambda answer: str(answer.text)
+    return "Detokenize", request, lambda response: str(response.text)
 
 
 def abort_call(ids: Sequence[str]) -> Call[int]:
     request = inference_pb2.AbortRequest()
     set_field(request, "ids", ids)
-    return "Abort", request, lambda answer: int(answer.num_aborted)
+    return "Abort", request, lambda response: int(response.num_aborted)
 
 
 def model_info_call() -> Call[ModelInfo]:

@@ -151,7 +151,7 @@ class FrontDoor:
         caller.check_scope(INFER)
         return self._sessions.abort(names, caller.tenant)
 
-    def turned_away(self, caller: Caller, error: BatonError) -> None:
+    def count_refusal(self, caller: Caller, error: BatonError) -> None:
         """Count a call that a front refused before it came here."""
         self._feed.call_refused(caller, error)
 
@@ -208,8 +208,8 @@ class FrontDoor:
             adapters=self.adapters.adapters,
             special_at=special_at,
         )
-        if (form := request.sampling.constraint) is not None:
-            await self.model.constraints.check(form, self.constraint_refusal)
+        if (constraint := request.sampling.constraint) is not None:
+            await self.model.constraints.check(constraint, self.constraint_refusal)
         if admission is not None:
             num_outputs = max(request.options.n, request.sampling.best_of)
             max_output_tokens = num_outputs * request.sampling.max_tokens
@@ -257,14 +257,14 @@ class FrontDoor:
                     yield call
                 except asyncio.CancelledError:
                     if call.error is None and not patience.expired():
-                        call.left()
+                        call.client_left()
                     raise
                 finally:
                     call.push = None  # which has the call
                     for session in sessions:
                         if not session.is_over:
                             self._sessions.cancel(session, Cancelled("the client went away"))
-                    record.num_computed_tokens = sum(one.num_outputs for one in sessions)
+                    record.num_computed_tokens = sum(session.num_outputs for session in sessions)
                     unread = DeadlineExceeded(_NOT_READ) if patience.expired() else None
                     self._end(record, call.error or unread, sessions[0])
         except TimeoutError:

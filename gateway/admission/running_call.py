@@ -65,7 +65,7 @@ class RunningCall:
             return True
         waiting = self._waiting.setdefault(chunk.sample_index, [])
         if waiting and self._is_read and not is_last:
-            num_behind = sum(len(one.token_ids) for one in waiting)
+            num_behind = sum(len(queued.token_ids) for queued in waiting)
             if num_behind > self._max_tokens:
                 return False
         waiting.append(chunk)
@@ -110,7 +110,7 @@ class RunningCall:
             yield chunk
             self._on_delivered(self.record, chunk)
 
-    def left(self) -> None:
+    def client_left(self) -> None:
         """The client went away: it may have the call's last chunk before its front knows that it is
         written."""
         if self._last is not None and self._last.sample_index not in self.record.results:

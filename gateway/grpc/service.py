@@ -34,7 +34,7 @@ _MAX_TRACE = 512  # characters
 
 
 @asynccontextmanager
-async def answering(context: Context) -> AsyncIterator[None]:
+async def errors_as_status(context: Context) -> AsyncIterator[None]:
     """End the call with a typed error's status; no trace or path of ours reaches the caller."""
     try:
         yield
@@ -65,7 +65,7 @@ def caller_of(context: Context, keys: AcceptedKeys | None, door: FrontDoor) -> C
     try:
         return keys.caller([v for k, v in metadata if k == "authorization"], "grpc")
     except Unauthenticated as error:
-        door.turned_away(anyone("grpc"), error)
+        door.count_refusal(anyone("grpc"), error)
         raise
 
 
@@ -97,13 +97,13 @@ class Parsing(grpc.aio.ServerInterceptor):
         self._handlers: dict[str, Any] = {}  # by method
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        found = self._handlers.get(details.method)
-        if found is None and (handler := await continuation(details)) is not None:
-            found = self._handlers[details.method] = _tolerant(handler)
-        return found
+        handler = self._handlers.get(details.method)
+        if handler is None and (original := await continuation(details)) is not None:
+            handler = self._handlers[details.method] = _with_checked_parser(original)
+        return handler
 
 
-def _tolerant(handler: Any) -> Any:
+def _with_checked_parser(handler: Any) -> Any:
     """The same with a parser that does not raise; a stream of requests keeps its own."""
     if handler.request_streaming:
         return handler
@@ -119,13 +119,13 @@ def _tolerant(handler: Any) -> Any:
         except DecodeError:
             return None
 
-    async def judged(request: Any, context: Any) -> Any:
+    async def checked(request: Any, context: Any) -> Any:
         if request is None:
             message = "the bytes are no message of this method"
             await abort(context, InvalidRequest(message, code="invalid_encoding"))
         return await behavior(request, context)
 
-    return make(judged, parse_or_none, handler.response_serializer)
+    return make(checked, parse_or_none, handler.response_serializer)
 
 
 @dataclass(eq=False)
@@ -138,7 +138,7 @@ class GenerateService(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, wire: inference_pb2.GenerateRequest, context: Context) -> None:
         await self._door.arrivals.take()
         async with (
-            answering(context),
+            errors_as_status(context),
             self._door.generate(wire, self._caller(context), **call_options(context)) as generation,
         ):
             async for chunk in generation.chunks():

@@ -28,7 +28,7 @@ from ..engines.linked_engine import LinkedEngine
 from ..engines.prompt_router import why_not_ready
 from ..security.accepted_keys import AcceptedKeys
 from ..security.caller import INFER, METRICS, Caller
-from .service import Context, answering, call_options, caller_of, send_node_names
+from .service import Context, call_options, caller_of, errors_as_status, send_node_names
 from .vllm_wire import Answer, request_from_vllm
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
@@ -54,7 +54,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     async def Generate(self, wire: Any, context: Context) -> None:
         await self._door.arrivals.take()
-        async with answering(context):
+        async with errors_as_status(context):
             caller = self._caller(context)
             request = request_from_vllm(wire)
             async with self._door.generate(request, caller, **call_options(context)) as generation:
@@ -68,7 +68,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                         await context.write(message)
 
     async def Abort(self, wire: Any, context: Context) -> Any:
-        async with answering(context):
+        async with errors_as_status(context):
             self._door.abort(wire.request_ids, self._caller(context))
         return vllm_engine_pb2.AbortResponse()
 
@@ -78,7 +78,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         return vllm_engine_pb2.HealthCheckResponse(healthy=not reason, message=reason or "ready")
 
     async def GetModelInfo(self, wire: Any, context: Context) -> Any:
-        async with answering(context):
+        async with errors_as_status(context):
             self._check_may_use_model(context)
         limits, model, config = self._door.limits, self._door.model, self._config
         return vllm_engine_pb2.GetModelInfoResponse(
@@ -97,7 +97,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         )
 
     async def GetServerInfo(self, wire: Any, context: Context) -> Any:
-        async with answering(context):
+        async with errors_as_status(context):
             self._check_may_use_model(context)
         engines = list(self._table.engines.values())
         return vllm_engine_pb2.GetServerInfoResponse(
@@ -110,7 +110,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     async def GetLoads(self, wire: Any, context: Context) -> Any:
         """All engines as one: what runs where tokens are decoded, what waits anywhere."""
-        async with answering(context):
+        async with errors_as_status(context):
             self._caller(context).check_scope(METRICS)
         return vllm_engine_pb2.GetLoadsResponse(
             timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
@@ -121,7 +121,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     async def GetTokenizer(self, wire: Any, context: Context) -> None:
         """A zip of the model's text files, in pieces; the last one carries its hash."""
-        async with answering(context):
+        async with errors_as_status(context):
             self._check_may_use_model(context)
             data = await asyncio.to_thread(_zipped, self._door.model.model_dir)
             for first in range(0, len(data), _ZIP_CHUNK_BYTES):

@@ -115,7 +115,7 @@ async def test_a_chunk_is_delivered_when_the_next_is_asked_for() -> None:
     async for chunk in call.chunks():
         assert call.delivered == found
         found.append(chunk)
-        call.left()
+        call.client_left()
     assert [one.sample_index for one in found] == [1, 0]
     assert call.delivered == [*found, found[-1]], "a client that leaves has the last, as it may"
 
