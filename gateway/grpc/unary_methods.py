@@ -1,4 +1,4 @@
-"""The public gRPC service, baton.v1.Inference, with all that it answers by one message."""
+"""The public gRPC service, baton.v1.Inference, with its unary methods."""
 
 from __future__ import annotations
 
