@@ -22,8 +22,8 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """The engine that is likely to have a prompt's first `num_blocks` blocks in its cache: they are
-    pulled from there, for `limit_s` at most, before the rest is computed."""
+    """The engine that probably has a prompt's first `num_blocks` blocks in its prefix cache. They
+    are pulled from it, for `limit_s` at most, before the rest is computed."""
 
     incarnation: str
     num_blocks: int
@@ -32,8 +32,8 @@ class PrefixSource:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter that a request is computed with. `digest` (32 hex digits) is of its content:
-    what engines know it by. `path` is where an engine that does not have it reads it."""
+    """A LoRA adapter of a request. `digest` (32 hex digits) is of its content and identifies it to
+    engines. `path`: where an engine that does not have it reads it."""
 
     name: str
     digest: str
@@ -42,19 +42,19 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request as a node receives it.
+    """A request as an engine receives it.
 
     `request_id` (32 hex digits) is drawn by the gateway; `attempt` counts its dispatches, and
-    messages of an older attempt are dropped. `output_token_ids` are tokens that earlier attempts
-    already streamed: the node computes them like prompt, and continues at their position. Both are
+    messages of an older attempt are dropped. `output_token_ids` were streamed by earlier attempts:
+    the engine computes them like the prompt, and continues at their position. Both lists of ids are
     columns of token_ids.py wherever a prompt may be long.
 
-    `sample_index`: which sample of the prompt this is. `fork_ids` are the request ids of further
-    samples, of the indices that follow: they share this one's prompt and its blocks until their
-    first tokens are sampled, and are requests of their own from then on. `caller_id`: whose it is;
-    queues are fair between callers. `may_refuse`: an engine whose promise it would break sends it
-    back. `prefix_source`: for whoever computes the prompt. `adapter`: None for the model itself.
-    `is_on_trial`: an engine died under it, and it is computed beside no other such request.
+    `sample_index`: the sample of the prompt. `fork_ids`: the request ids of further samples, with
+    the following indices. They share the prompt and its blocks until their first tokens are
+    sampled, and are separate requests from then on. `caller_id`: queues are fair between callers.
+    `may_refuse`: an engine may send the request back if it would break its step-time promise.
+    `prefix_source`: used by the engine that computes the prompt. `adapter`: None for the base
+    model. `is_on_trial`: an engine died while it ran, and it runs beside no other such request.
     """
 
     request_id: str
@@ -73,12 +73,12 @@ class Request:
 
     @property
     def adapter_digest(self) -> str:
-        """That of its adapter; empty without one. Part of what its KV depends on."""
+        """The digest of its adapter, or empty. Its KV depends on it."""
         return "" if self.adapter is None else self.adapter.digest
 
     @property
     def forks(self) -> tuple[Request, ...]:
-        """The further samples as requests. The prompt's log-probabilities are the first one's."""
+        """The further samples as requests. Only the first sample has the prompt's logprobs."""
         if not self.fork_ids:
             return ()
         sampling = replace(self.sampling, prompt_logprobs=None)
@@ -89,28 +89,28 @@ class Request:
 
     @property
     def key(self) -> str:
-        """What a node files this request under: unique, and never equal across attempts."""
+        """The key of this request on an engine: unique, and different for each attempt."""
         return f"{self.request_id}/{self.attempt}"
 
     @property
     def known_token_ids(self) -> array[int]:
-        """Prompt and outputs behind each other, in a column of its own."""
+        """Prompt and output ids, in a new column."""
         return column(self.prompt_token_ids) + column(self.output_token_ids)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that decode for it: its samples, or the beams of its one search."""
+        """The number of its sequences: its samples, or the beams of its search."""
         return self.sampling.best_of if self.sampling.use_beam_search else 1 + len(self.fork_ids)
 
     @property
     def num_known_tokens(self) -> int:
-        """Tokens whose KV can be computed before anything new is sampled."""
+        """The number of tokens whose KV can be computed before a token is sampled."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The right to pull one request's KV: drawn by the gateway, sent to both nodes."""
+    """The right to pull the KV of one request: drawn by the gateway, sent to both engines."""
 
     transfer_id: str
     source_incarnation: str
@@ -119,11 +119,11 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of the model's own distribution: temperature 1, before bias, penalties, masks and filters.
+    """The log-probabilities at one token, under the model's own distribution: temperature 1, before
+    bias, penalties, masks and filters.
 
-    `logprob` is the token's own; `top` are (token id, logprob), likeliest first, equals by id.
-
-    `top` is as long as was requested, and holds the token itself only if it is among these.
+    `logprob`: of the token. `top`: (token id, logprob) of as many tokens as were requested,
+    likeliest first, equal ones by id; it holds the token only if it is among these.
     """
 
     logprob: float
@@ -138,15 +138,15 @@ _POSITIONS = 3 * GOLDEN & _MASK
 def mix64(value: int) -> int:
     """splitmix64's finaliser (Steele, Lea & Flood 2014): a bijection of the 64-bit integers that
     scatters neighbours, exact on every device."""
-    value = value & _MASK  # not in place: it may be the caller's array
+    value = value & _MASK  # not in place: it may be an array of the caller
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
 
 
 def token_key(seed: int, sample_index: int, position: int) -> int:
-    """The unsigned 64-bit key for one token of one sample: a pure function, so that a token never
-    depends on its batch. `position`: the token's index in the sequence.
+    """The unsigned 64-bit random key of one token of one sample. A pure function, so that a token
+    never depends on its batch. `position`: the index of the token in its sequence.
 
     noise = gumbel(mix(key, vocabulary id)) in kernels/sampling/sampling.py; argmax(logits + noise)
     """
@@ -154,10 +154,10 @@ def token_key(seed: int, sample_index: int, position: int) -> int:
 
 
 def sample_key(seed: int, sample_index: int) -> int:
-    """What the keys of all tokens of one sample have in common, for `key_at`."""
+    """The part of the keys that all tokens of a sample share, for `key_at`."""
     return mix64(mix64(seed + GOLDEN) ^ (sample_index + 2 * GOLDEN))
 
 
 def key_at(sample_key: int, position: int) -> int:
-    """The `token_key` of one position; of many, where both are arrays of uint64."""
+    """The `token_key` of a position, or of many positions if both are arrays of uint64."""
     return mix64(sample_key ^ (position + _POSITIONS))
