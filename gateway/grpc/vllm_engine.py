@@ -1,6 +1,6 @@
-"""`vllm.grpc.engine.VllmEngine` over the front door: to smg and its like we are one vLLM engine.
+"""`vllm.grpc.engine.VllmEngine` over the front door: for smg the deployment is one vLLM engine.
 
-Owns the service's methods; messages are vllm_wire.py's. What only an engine of vLLM's could do
+Owns the service's methods; vllm_wire.py converts messages. What only a vLLM engine can do
 (embeddings, profiles, KV events) is UNIMPLEMENTED. Needs the stubs of smg-grpc-proto.
 """
 
@@ -43,7 +43,7 @@ add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
 
 
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
-    """The service: the whole deployment as one engine."""
+    """The service; the whole deployment is one engine."""
 
     def __init__(self, door: FrontDoor, keys: AcceptedKeys | None, table: EngineTable) -> None:
         self._door = door
@@ -109,7 +109,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         )
 
     async def GetLoads(self, wire: Any, context: Context) -> Any:
-        """All engines as one: what runs where tokens are decoded, what waits anywhere."""
+        """The load of all engines as one: running requests of decode engines, waiting ones of
+        all."""
         async with errors_as_status(context):
             self._caller(context).check_scope(METRICS)
         return vllm_engine_pb2.GetLoadsResponse(
@@ -131,7 +132,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                 await context.write(common_pb2.GetTokenizerChunk(data=piece, sha256=digest))
 
     async def _unimplemented(self, wire: Any, context: Context) -> None:
-        """What smg calls and can do without, like the events of our prefix caches."""
+        """Methods that smg calls but does not need, like the events of prefix caches."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Baton has no such method")
 
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _unimplemented
@@ -147,7 +148,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
 
 def _id(value: Any) -> int:
-    """Of the only or the first special token; 0 where there is none, as in the protocol."""
+    """The id of the only or first special token; 0 if there is none, as in the protocol."""
     first = value[0] if isinstance(value, list) and value else value
     return first if type(first) is int else 0
 
@@ -170,7 +171,7 @@ def _load(engines: list[LinkedEngine]) -> Any:
 
 
 def _zipped(model_dir: Path) -> bytes:
-    """What text needs, without weights."""
+    """The files that a tokenizer needs, without weights."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in _TOKENIZER_FILES:
