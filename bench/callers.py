@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine import engine
 from baton.engine.local import LocalEngine
 

@@ -30,7 +30,8 @@ from pathlib import Path
 import torch
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.gpu.cuda_graphs import StepGraph
 from baton.engine.local import LocalEngine

@@ -27,7 +27,8 @@ from pathlib import Path
 import torch
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.kv.host_copies import CudaCopier, Direction, HostCopier, HostCopy
 from baton.engine.kv.kv_memory import CudaKvMemory
 from baton.engine.local import LocalEngine

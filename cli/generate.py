@@ -10,7 +10,8 @@ from ..core.engine_config import EngineConfig
 from ..core.errors import InvalidRequest
 from ..core.ports import SystemEntropy
 from ..core.process.event_loop import interruptible
-from ..core.request.request import SAMPLING, Request, SamplingParams
+from ..core.request.request import Request
+from ..core.request.sampling_params import SAMPLING, SamplingParams
 from ..gateway.text.tokenizer_file import load_tokenizer
 
 

@@ -1,4 +1,4 @@
-"""The client for asyncio: made inside a running event loop, and used from that loop."""
+"""The client for asyncio: created in a running event loop, and used from that loop only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 @contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Of one call. gRPC also raises CancelledError where the call was cancelled, not our task."""
+    """Translate the errors of one call. gRPC raises CancelledError also where the call, not the
+    calling task, was cancelled."""
     try:
         yield
     except grpc.RpcError as error:
@@ -35,23 +36,23 @@ def _typed_errors() -> Iterator[None]:
 class AsyncGeneration(RunningStream, AsyncIterator[Chunk]):
     """One running request: `async for chunk in generation`, or `await generation.finish()`.
 
-    Leaving early (`async with`, `cancel`, losing the last reference) cancels it on the server.
+    Leaving early (`async with`, `cancel`, dropping the last reference) cancels the request.
     """
 
     @property
     def result(self) -> Result:
-        """The first sample's whole result, once the stream was read to its end."""
+        """The whole result of the first sample, once the stream has been read to its end."""
         if self._collector.result is None:
             raise RuntimeError("the stream is not at its end: iterate, or await finish()")
         return self._collector.result
 
     @property
     def results(self) -> tuple[Result, ...]:
-        """The results of the samples that are finished: of all, at the stream's end."""
+        """The results of the samples that have finished: of all, at the end of the stream."""
         return self._collector.results
 
     async def finish(self) -> Result:
-        """Read what is left of the stream; returns the result or raises a typed error."""
+        """Read the rest of the stream; returns the result or raises a typed error."""
         async for _ in self:
             pass
         return self.result
@@ -62,7 +63,7 @@ class AsyncGeneration(RunningStream, AsyncIterator[Chunk]):
                 message = await self._call.read()
         except BatonError as error:
             self._end(error)
-            # Frames of gRPC have the call, and with it the connection.
+            # Its traceback would keep gRPC's frames, and with them the connection.
             raise error.with_traceback(None) from error.__cause__
         if message is grpc.aio.EOF:
             self._end()
@@ -107,7 +108,7 @@ class AsyncClient(Connection):
         return await self._unary(unary_calls.abort_call(ids))
 
     async def close(self) -> None:
-        """Cancel what is running and close the connection."""
+        """Cancel running requests and close the connection."""
         self._is_closed = True
         await self._channel.close()
 

@@ -1,4 +1,4 @@
-"""How a client reaches a gateway: its address, its channel, its key."""
+"""A client's connection to a gateway: address, channel, API key."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..core.errors import InvalidRequest
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own: gateways may share a port
+    ("grpc.use_local_subchannel_pool", 1),  # one connection a client: gateways may share a port
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.keepalive_time_ms", 15000),
     ("grpc.http2.ping_timeout_ms", 5000),
 )
 
-_SCHEMES = frozenset({"dns", "ipv4", "ipv6", "unix", "vsock", "xds"})  # gRPC's own
+_SCHEMES = frozenset({"dns", "ipv4", "ipv6", "unix", "vsock", "xds"})  # of gRPC's name resolvers
 
 
 def target_of(address: str) -> str:
-    """What gRPC dials: HOST:PORT, also behind grpc://, or a name as gRPC spells them.
+    """The target for gRPC: HOST:PORT, also after grpc://, or a name in gRPC's syntax.
 
-    Raises InvalidRequest for what has no port, and for an HTTP address.
+    Raises InvalidRequest for an address without a port, and for an HTTP address.
     """
     if not isinstance(address, str):
         raise InvalidRequest(f"{address!r} is not HOST:PORT", "address")
@@ -42,8 +42,8 @@ def target_of(address: str) -> str:
 
 
 def open_channel(driver: Any, address: str, *, tls: bool, ca_file: str | Path | None) -> Any:
-    """A channel of `driver`, which is grpc or grpc.aio; arguments: see Client. Raises as
-    `target_of`, for a `ca_file` that has no certificate, and OSError."""
+    """A channel of `driver`, grpc or grpc.aio; arguments: see Client. Raises InvalidRequest for a
+    bad address or a `ca_file` without a certificate, and OSError."""
     target = target_of(address)
     if not tls and ca_file is None:
         return driver.insecure_channel(target, _CHANNEL_OPTIONS)
@@ -55,7 +55,7 @@ def open_channel(driver: Any, address: str, *, tls: bool, ca_file: str | Path | 
 
 
 def metadata_of(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Of each call. Raises InvalidRequest for a key that cannot be one."""
+    """The metadata of each call. Raises InvalidRequest for an invalid key."""
     if api_key is None:
         return ()
     if not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):

@@ -1,6 +1,6 @@
-"""How a client calls a gateway, and how it reads its streams; for asyncio: async_client.py.
+"""The client: calls to a gateway, and the streams that it reads. For asyncio: async_client.py.
 
-A `Client` is thread-safe: one serves any number of threads and streams at once.
+A `Client` is thread-safe: any number of threads and streams may use one at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Connection:
-    """What both clients have in common; arguments: see Client."""
+    """The part that both clients share. Arguments: see Client."""
 
     _grpc: Any  # grpc, or grpc.aio
     _is_closed = False
@@ -38,7 +38,7 @@ class Connection:
         ca_file: str | Path | None = None,
         timeout_s: float | None = 60.0,
     ) -> None:
-        """Raises InvalidRequest for an address, a key, a CA or a timeout that cannot be one."""
+        """Raises InvalidRequest for an invalid address, key, CA or timeout."""
         self._timeout_s = messages.timeout_of(timeout_s)
         self._metadata = metadata_of(api_key)
         self._channel = open_channel(self._grpc, address, tls=tls, ca_file=ca_file)
@@ -56,14 +56,14 @@ class Connection:
 
 
 class _EndedCall:
-    """What is kept of a call that has ended; gRPC's own would keep the connection of a client that
-    is closed. Reads end as the last one did."""
+    """Replaces a gRPC call that has ended, which would keep a closed client's connection alive.
+    Further reads end as the last one did."""
 
     def __init__(self, error: BatonError | None) -> None:
         self._error = error
 
     def cancel(self) -> None:
-        """It is over."""
+        """Does nothing: the call is over."""
 
     def __next__(self) -> NoReturn:
         raise self._error or StopIteration
@@ -83,15 +83,15 @@ class RunningStream:
 
     @property
     def id(self) -> str:
-        """The gateway's id; empty before the first chunk."""
+        """The gateway's id of the request; empty before the first chunk."""
         return self._collector.id
 
     def cancel(self) -> None:
-        """End the request on the server; a request that is over stays as it ended."""
+        """End the request on the server; no effect on a request that is over."""
         self._call.cancel()
 
     def _end(self, error: BatonError | None = None) -> None:
-        """It was read to its end, or to that error."""
+        """The stream was read to its end, or to this error."""
         self._call = _EndedCall(error)
 
     def __del__(self) -> None:
@@ -102,13 +102,13 @@ class RunningStream:
 class Generation(RunningStream, Iterator[Chunk]):
     """One running request: iterate over its chunks, or read its `result`.
 
-    Leaving early (`with`, `close`, losing the last reference) cancels it on the server.
+    Leaving early (`with`, `close`, dropping the last reference) cancels the request on the server.
     """
 
     @property
     def result(self) -> Result:
-        """The first sample's whole result; until it is there, reads what is left first. Raises
-        typed errors."""
+        """The whole result of the first sample; reads the rest of the stream if it is not complete.
+        Raises typed errors."""
         if self._collector.result is None:
             self._read_rest()
         if self._collector.result is None:
@@ -117,8 +117,8 @@ class Generation(RunningStream, Iterator[Chunk]):
 
     @property
     def results(self) -> tuple[Result, ...]:
-        """All samples' results; until they are there, reads what is left first. Raises typed
-        errors."""
+        """The results of all samples; reads the rest of the stream if they are not complete. Raises
+        typed errors."""
         if not self._collector.is_whole:
             self._read_rest()
         return self._collector.results
@@ -134,7 +134,7 @@ class Generation(RunningStream, Iterator[Chunk]):
             self._end()
             raise
         except grpc.RpcError as error:
-            self._end(translate(error))  # another one: `error` is the call
+            self._end(translate(error))  # a new error: `error` is the call itself
             raise translate(error) from error
 
     def close(self) -> None:
@@ -151,27 +151,28 @@ class Generation(RunningStream, Iterator[Chunk]):
 class Client(Connection):
     """`with Client("127.0.0.1:50051") as client: client.generate("def f(").result.text`
 
-    `api_key`: where the gateway requires one. `ca_file`: who signed its certificate, PEM; `tls`
-    alone trusts the system's CAs. `timeout_s`: of each call but `generate`, which has its own;
-    DeadlineExceeded then. None: without a limit.
+    `api_key`: if the gateway requires one. `ca_file`: the CA of its certificate, PEM; `tls` alone
+    trusts the system's CAs. `timeout_s`: of each call except `generate`, which has its own; then
+    DeadlineExceeded. None: no limit.
     """
 
     _grpc = grpc
 
     def generate(self, prompt: str | None = None, **params: Unpack[GenerateParams]) -> Generation:
-        """Start a request; see GenerateParams. Raises InvalidRequest for what cannot be sent."""
+        """Start a request; see GenerateParams. Raises InvalidRequest for parameters that cannot be
+        encoded."""
         return Generation(*self._start(prompt, params))
 
     def tokenize(self, text: str) -> tuple[int, ...]:
-        """The ids of a text as the gateway would tokenise a prompt."""
+        """The token ids of a text, tokenised like a prompt."""
         return self._unary(unary_calls.tokenize_call(text))
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of these ids."""
+        """The text of these token ids."""
         return self._unary(unary_calls.detokenize_call(token_ids))
 
     def model_info(self) -> ModelInfo:
-        """The model that is served, and the nodes that do it."""
+        """The served model, and the nodes that serve it."""
         return self._unary(unary_calls.model_info_call())
 
     def abort(self, *ids: str) -> int:
@@ -179,7 +180,7 @@ class Client(Connection):
         return self._unary(unary_calls.abort_call(ids))
 
     def close(self) -> None:
-        """Cancel what is running and close the connection."""
+        """Cancel running requests and close the connection."""
         self._is_closed = True
         self._channel.close()
 

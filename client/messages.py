@@ -1,5 +1,5 @@
-"""What a client sends to generate and receives for it, whichever driver (client.py) does it: builds
-requests, collects a stream's chunks into a Result."""
+"""The messages of `generate`, for both clients: builds requests, collects a stream's chunks into
+Results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..core.request.token_ids import pack
 from ..proto import codec
 from ..proto.v1 import inference_pb2
 
-# Parameters that are fields of a GenerateRequest itself; all others are of its sampling.
+# Parameters that are fields of GenerateRequest itself; all others are fields of its `sampling`.
 _OWN_FIELDS = frozenset(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - {
     *("text", "token_ids", "sampling")
 }
@@ -33,10 +33,10 @@ _MAX_TIMEOUT_S = 365 * 86400.0
 
 
 class GenerateParams(TypedDict, total=False):
-    """Keyword arguments of `generate`; whatever is absent takes the server's default.
+    """Keyword arguments of `generate`; an absent one has the server's default.
 
-    Those from `max_tokens` to `cache_salt` are the table of core/request/request.py, whose ranges,
-    defaults and meanings are in docs/sampling.md.
+    Those from `max_tokens` to `cache_salt` are the table of core/request/sampling_params.py;
+    docs/sampling.md has their ranges, defaults and meanings.
     """
 
     prompt_token_ids: Sequence[int]  # instead of the prompt's text
@@ -54,7 +54,7 @@ class GenerateParams(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
-    allowed_token_ids: Sequence[int]  # one at least
+    allowed_token_ids: Sequence[int]  # at least one
     min_tokens: int
     logprobs: int
     prompt_logprobs: int
@@ -66,7 +66,7 @@ class GenerateParams(TypedDict, total=False):
     early_stopping: bool | str  # or "never"
     num_beam_groups: int
     diversity_penalty: float
-    json_schema: str | Mapping[str, Any]  # what the output must look like: one of these four
+    json_schema: str | Mapping[str, Any]  # a constraint on the output: one of these four
     regex: str
     choice: Sequence[str]
     grammar: str
@@ -81,9 +81,10 @@ class GenerateParams(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some tokens, from position `index` of a sample's output on; `finish_reason` on its last one.
+    """Consecutive tokens of a sample, from position `index` of its output on. The last chunk of the
+    sample has the `finish_reason`.
 
-    `logprobs` are parallel to the tokens if they were requested, else empty.
+    `logprobs`: parallel to the tokens if they were requested, else empty.
     """
 
     text: str
@@ -96,10 +97,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished sample: what came, who served it, when each token came on our clock.
+    """A finished sample: its output, the nodes that served it, and when each token arrived, by the
+    client's clock.
 
-    `prompt_logprobs`, if they were requested, are of the prompt's second token and all behind it,
-    and come with sample 0.
+    `prompt_logprobs`: of the prompt's tokens from the second one on, with sample 0 only, if they
+    were requested.
     """
 
     id: str
@@ -127,8 +129,9 @@ class Result:
 def build_request(
     prompt: str | None, params: GenerateParams
 ) -> tuple[inference_pb2.GenerateRequest, float | None]:
-    """The request and its timeout in seconds; InvalidRequest for what the wire cannot carry."""
-    fields: dict[str, Any] = {name: one for name, one in params.items() if one is not None}
+    """The request and its timeout in seconds. Raises InvalidRequest for a value that the message
+    cannot hold."""
+    fields: dict[str, Any] = {name: value for name, value in params.items() if value is not None}
     prompt_token_ids = fields.pop("prompt_token_ids", None)
     if prompt is not None and prompt_token_ids is not None:
         raise InvalidRequest("give the prompt as text or as token ids, not both", "prompt")
@@ -159,7 +162,8 @@ def build_request(
 
 
 def _set_constraint(request: inference_pb2.GenerateRequest, fields: dict[str, Any]) -> None:
-    """What is left of it in `fields` goes as it is."""
+    """Check that `fields` has one constraint at most. Sets `choice`, whose field is a message, and
+    leaves the others in `fields`, as text."""
     if isinstance(schema := fields.get("json_schema"), Mapping):
         try:
             fields["json_schema"] = json.dumps(schema)
@@ -170,13 +174,13 @@ def _set_constraint(request: inference_pb2.GenerateRequest, fields: dict[str, An
         message = f"a request has one constraint, not {' and '.join(constraints)}"
         raise InvalidRequest(message, constraints[1])
     for name in set(_CONSTRAINTS).difference(constraints) if constraints else ():
-        fields.pop(name, None)  # it is empty
+        fields.pop(name, None)  # an empty constraint counts as absent
     if (choice := fields.pop("choice", None)) is not None:
         set_field(request.sampling.choice, "values", choice, param="choice")
 
 
 def timeout_of(value: Any) -> float | None:
-    """For gRPC, which takes no end for one that is long over."""
+    """A timeout that gRPC can take: too large a number would count as a deadline in the past."""
     if value is None or value == math.inf:
         return None
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
@@ -185,7 +189,7 @@ def timeout_of(value: Any) -> float | None:
 
 
 def set_field(message: Message, name: str, value: Any, param: str | None = None) -> None:
-    """Set a field; a value of the wrong type or range is the caller's InvalidRequest."""
+    """Set a field. Raises InvalidRequest for a value of the wrong type or range."""
     if name not in message.DESCRIPTOR.fields_by_name:
         raise TypeError(f"generate() has no parameter {name!r}")
     try:
@@ -204,13 +208,13 @@ def _cannot_be(param: str, value: Any, error: Exception) -> InvalidRequest:
 
 
 class Collector:
-    """Adds up one stream of one or several samples."""
+    """Collects the chunks of one stream into a Result for each sample."""
 
     def __init__(self, num_samples: int = 1) -> None:
         self.id = ""
         self._num_samples = num_samples
         self._sent_s = time.monotonic()
-        # By sample.
+        # By sample index:
         self._chunks: defaultdict[int, list[Chunk]] = defaultdict(list)
         self._token_s: defaultdict[int, list[float]] = defaultdict(list)
         self._prompt_logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
@@ -218,21 +222,21 @@ class Collector:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all samples are finished."""
+        """Whether all samples have finished."""
         return len(self._results) == self._num_samples
 
     @property
     def results(self) -> tuple[Result, ...]:
-        """Of the samples that are finished, in their order."""
+        """Of the samples that have finished, in order of their index."""
         return tuple(self._results[index] for index in sorted(self._results))
 
     @property
     def result(self) -> Result | None:
-        """The first sample's; None until its last chunk is in."""
+        """Of the first sample; None before its last chunk."""
         return self._results.get(0)
 
     def add(self, wire: inference_pb2.GenerateChunk) -> Chunk:
-        """Take the next message; raises BatonError if tokens are missing or doubled."""
+        """Add the next message. Raises BatonError if tokens are missing or repeated."""
         self.id, sample = wire.id, wire.sample_index
         token_ids, token_s = tuple(wire.token_ids), self._token_s[sample]
         if token_ids and wire.index != len(token_s):
@@ -248,11 +252,11 @@ class Collector:
         return chunk
 
     def _finished(self, wire: inference_pb2.GenerateChunk, reason: FinishReason) -> Result:
-        chunks, found = self._chunks[wire.sample_index], wire.result
-        fields = codec.same_fields(found, Result) | {
-            "decode_node": found.decode_node or None,
-            "transport": found.transport or None,
-            "timeline": tuple(codec.stamps_from_wire(found.timeline)),
+        chunks, result = self._chunks[wire.sample_index], wire.result
+        fields = codec.same_fields(result, Result) | {
+            "decode_node": result.decode_node or None,
+            "transport": result.transport or None,
+            "timeline": tuple(codec.stamps_from_wire(result.timeline)),
         }
         return Result(
             **fields,
@@ -265,6 +269,6 @@ class Collector:
             else wire.matched_stop or None,
             times=TokenTimes(self._sent_s, tuple(self._token_s[wire.sample_index])),
             sample_index=wire.sample_index,
-            logprobs=tuple(one for chunk in chunks for one in chunk.logprobs),
+            logprobs=tuple(logprobs for chunk in chunks for logprobs in chunk.logprobs),
             prompt_logprobs=tuple(self._prompt_logprobs[wire.sample_index]),
         )

@@ -1,4 +1,4 @@
-"""What a client asks beside generate, whichever driver (client.py) does it; how any call fails."""
+"""The calls other than `generate`, for both clients, and the typed errors of any call."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..proto.v1 import inference_pb2
 from .messages import set_field
 
 T = TypeVar("T")
-# A unary call: the stub's method, what to send, what to make of the answer.
+# A unary call: the stub's method, the request, and a function that reads the response.
 Call: TypeAlias = tuple[str, Message, Callable[[Any], T]]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """One engine as the gateway sees it."""
+    """One engine, as the gateway reports it."""
 
     name: str
     role: str
@@ -28,13 +28,13 @@ class NodeInfo:
     is_ready: bool
     num_blocks: int
     block_size: int
-    links: tuple[str, ...]  # incarnations of the engines that it can pull from
+    links: tuple[str, ...]  # incarnations of the engines that it can pull KV from
     address: str  # host:port of its node
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The model that is served, and by whom."""
+    """The served model and the nodes that serve it."""
 
     model: str
     max_model_len: int
@@ -47,19 +47,19 @@ class ModelInfo:
 def tokenize_call(text: str) -> Call[tuple[int, ...]]:
     request = inference_pb2.TokenizeRequest()
     set_field(request, "text", text)
-    return "Tokenize", request, lambda answer: tuple(answer.ids)
+    return "Tokenize", request, lambda response: tuple(response.ids)
 
 
 def detokenize_call(token_ids: Sequence[int]) -> Call[str]:
     request = inference_pb2.DetokenizeRequest()
     set_field(request, "ids", token_ids)
-    return "Detokenize", request, lambda answer: str(answer.text)
+    return "Detokenize", request, lambda response: str(response.text)
 
 
 def abort_call(ids: Sequence[str]) -> Call[int]:
     request = inference_pb2.AbortRequest()
     set_field(request, "ids", ids)
-    return "Abort", request, lambda answer: int(answer.num_aborted)
+    return "Abort", request, lambda response: int(response.num_aborted)
 
 
 def model_info_call() -> Call[ModelInfo]:
@@ -76,7 +76,7 @@ def _model_info(wire: inference_pb2.ModelInfo) -> ModelInfo:
 
 
 def translate(error: Any) -> BatonError:
-    """The typed error of a failed call: by the gateway's own code, else by the gRPC status."""
+    """The typed error of a failed call: by the gateway's error code, else by the gRPC status."""
     metadata = dict(error.trailing_metadata() or ())
     details = error.details() or error.code().name
     if code := metadata.get("baton-error-code"):
@@ -84,6 +84,6 @@ def translate(error: Any) -> BatonError:
         if "retry-after-ms" in metadata:
             typed.retry_after_s = int(metadata["retry-after-ms"]) / 1000
         return typed
-    if "larger than max" in details:  # gRPC's own words, before anybody has read the message
+    if "larger than max" in details:  # gRPC's own text: the gateway never saw the message
         return InvalidRequest(f"the request is too large: {details}")
     return from_grpc_status(error.code().name, details)

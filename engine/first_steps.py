@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..core.ports import Clock
-from ..core.request.request import SamplingParams
+from ..core.request.sampling_params import SamplingParams
 from ..core.step_cost import StepShape, pairs_of
 from ..kernels.sampling.sample_spec import SampleSpec
 from .execution.batch import Runner, SequenceSlice

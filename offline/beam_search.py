@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from ..core.errors import InvalidRequest
-from ..core.request.request import MOST_OUTPUTS
+from ..core.request.sampling_params import MOST_OUTPUTS
 from .outputs import LogprobsByToken, RequestOutput
 from .sampling_params import SamplingParams
 

@@ -1,6 +1,6 @@
-"""Between wire messages and the values of core/. Knows both, decides nothing.
+"""Conversion between protobuf messages and the values of core/.
 
-Decoding never trusts: an unknown enum value or a missing field raises InvalidRequest.
+Decoding does not trust its input: an unknown enum value or a missing field raises InvalidRequest.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from ..core import errors
 from ..core.errors import BatonError, InvalidRequest
 from ..core.request.constraint import Constraint, ConstraintKind
 from ..core.request.request import (
-    SAMPLING,
     Adapter,
     FinishReason,
     PrefixSource,
     Request,
-    SamplingParams,
     Ticket,
     TokenLogprobs,
 )
+from ..core.request.sampling_params import SAMPLING, SamplingParams
 from ..core.request.timeline import Event, Stamp
 from ..core.request.token_ids import pack, unpack
 from .v1 import common_pb2, node_pb2
@@ -38,7 +37,7 @@ _FINISH_FROM_WIRE = {int(wire): reason for reason, wire in _FINISH_TO_WIRE.items
 
 
 def finish_to_wire(reason: FinishReason | None) -> common_pb2.FinishReason:
-    """`None` (not finished) is UNSPECIFIED on the wire."""
+    """None (not finished) becomes UNSPECIFIED."""
     return _FINISH_TO_WIRE[reason]
 
 
@@ -68,7 +67,7 @@ def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
-    """Decode parameters that a gateway wrote; public requests go through its validator first."""
+    """Decode the parameters of a dispatch. Public requests are validated before."""
     fields = given(wire, SAMPLING) | {
         "stop": tuple(wire.stop),
         "stop_token_ids": tuple(wire.stop_token_ids),
@@ -79,12 +78,12 @@ def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
 
 
 def given(wire: Message, table: Container[str]) -> dict[str, Any]:
-    """The values of those fields of the table that are set."""
+    """The values of the fields that are set and in the table."""
     return {field.name: value for field, value in wire.ListFields() if field.name in table}
 
 
 def same_fields(source: Any, target: Any) -> dict[str, Any]:
-    """The source's values of the fields that the target has by the same name: one is a message and
+    """The source's values of the fields that the target has too, by name. One of them is a message,
     the other a dataclass."""
     return {name: getattr(source, name) for name in _names(source) & _names(target)}
 
@@ -96,7 +95,7 @@ def _names(holder: Any) -> KeysView[str]:
 
 
 def constraint_from_wire(wire: common_pb2.SamplingParams) -> Constraint | None:
-    """What the output must look like; not judged here."""
+    """The constraint on the output, not validated."""
     name = wire.WhichOneof("constraint")
     if name is None:
         return None
@@ -114,14 +113,14 @@ def logprobs_to_wire(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
 
 
 def logprobs_from_wire(wire: common_pb2.TokenLogprobs) -> TokenLogprobs:
-    """The reverse; raises InvalidRequest if ids and log-probabilities do not match up."""
+    """Raises InvalidRequest if the numbers of ids and log-probabilities differ."""
     if len(wire.top_ids) != len(wire.top_logprobs):
         raise InvalidRequest("a token's log-probabilities do not match their ids")
     return TokenLogprobs(wire.logprob, tuple(zip(wire.top_ids, wire.top_logprobs, strict=True)))
 
 
 def token_ids_from_wire(packed: bytes) -> array[int]:
-    """The ids of a packed field; raises InvalidRequest unless it is whole ids."""
+    """The ids of a packed field. Raises InvalidRequest for an incomplete id."""
     try:
         return unpack(packed)
     except ValueError as error:
@@ -153,7 +152,7 @@ def _microseconds(seconds: float) -> int:
 
 
 def request_from_wire(wire: node_pb2.Dispatch) -> Request:
-    """The request inside a dispatch; raises InvalidRequest if it has no prompt or id."""
+    """The request of a dispatch. Raises InvalidRequest if it has no prompt or id."""
     if not wire.request_id or not wire.prompt_token_ids:
         raise InvalidRequest("a dispatch needs a request id and a prompt")
     fields = same_fields(wire, Request) | {
@@ -183,7 +182,7 @@ def stamps_to_wire(stamps: Sequence[Stamp]) -> list[common_pb2.TimelineEvent]:
 
 
 def stamps_from_wire(wire: Sequence[common_pb2.TimelineEvent]) -> list[Stamp]:
-    """Decode events; raises InvalidRequest on a name that is not in core/request/timeline.py."""
+    """Raises InvalidRequest for a name that is not in core/request/timeline.py."""
     return [Stamp(event_from_wire(e.event), e.unix_ns, e.node) for e in wire]
 
 

@@ -25,7 +25,8 @@ from collections.abc import Iterator
 from baton.cluster.secret import ClusterSecret
 from baton.core.engine_config import EngineConfig
 from baton.core.flags import to_argv
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.hosts.head import ClusterTrust
 from baton.engine.local import LocalEngine

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 
 from .small_model import prompt

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from itertools import count
 
 from baton.core.ports import SystemClock
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.kv.generations import SharedGenerations
 from baton.engine.kv.limits import EngineLimits

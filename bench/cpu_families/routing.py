@@ -6,7 +6,8 @@ import random
 
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
-from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.request.request import Request, Ticket
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import column
 from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable

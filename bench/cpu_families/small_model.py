@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams, token_key
+from baton.core.request.request import Request, token_key
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.model.model_config import ModelConfig
 from baton.kernels.sampling.sample_spec import SampleSpec

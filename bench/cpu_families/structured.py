@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.constraints.grammars import Grammars
 from baton.core.request.constraint import Constraint, ConstraintKind
-from baton.core.request.request import SamplingParams
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.constraints import Constraints, Sample
 from baton.kernels.sampling.logit_adjustment import adjust_logits
 from baton.kernels.sampling.sample_spec import SampleSpec

@@ -13,7 +13,8 @@ import tracemalloc
 from collections.abc import Sequence
 
 from baton.core.ports import SystemClock
-from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.request.request import FinishReason
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.core.request.token_ids import column
 from baton.gateway.request.engine_link import TransferSummary

@@ -11,7 +11,8 @@ from baton.cli.deployment.deployment import Deployment, running_in_background
 from baton.client import Client, Result
 from baton.core.config import GatewayConfig, NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.timeline import Event
 from baton.engine.engine import Engine
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.scheduling.sequence import Sequence
 

@@ -25,7 +25,8 @@ import torch
 from safetensors.torch import save_file
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Adapter, Request, SamplingParams
+from baton.core.request.request import Adapter, Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.lora.layout import Layout
 

@@ -27,7 +27,8 @@ import torch
 from tokenizers import Tokenizer
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import LaunchedStep, Runner, SampledToken, SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS

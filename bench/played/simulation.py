@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from baton.core.errors import BatonError, Overloaded
 from baton.core.membership import Role
 from baton.core.metrics import TokenTimes
-from baton.core.request.request import RequestOptions, SamplingParams
+from baton.core.request.sampling_params import RequestOptions, SamplingParams
 from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.core.step_cost import StepCost
 from baton.gateway.engines.prompt_router import PromptRouter

@@ -18,7 +18,8 @@ from typing import Any
 from baton.client import AsyncClient, Result
 from baton.core.engine_config import EngineConfig
 from baton.core.metrics import percentile
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.timeline import Event
 from baton.engine.engine import Engine
 from baton.engine.execution.runner import ModelRunner

@@ -11,7 +11,7 @@ from ...client import AsyncClient, Result
 from ...core.config import GatewayConfig, NodeConfig, UpConfig
 from ...core.engine_config import EngineConfig
 from ...core.metrics import percentile
-from ...core.request.request import SAMPLING
+from ...core.request.sampling_params import SAMPLING
 from .deployment import Deployment
 
 _SHARED = '"""Small tools for reading and writing text files."""\n\nimport os\nimport sys\n\n\n'

@@ -1,7 +1,7 @@
-"""Frames between two processes: a length, 4 bytes little-endian, then a payload.
+"""Frames between two processes: a length of 4 bytes, little-endian, then the payload.
 
-A frame that is cut off by the end of the stream is an end like any other: its sender is gone. Knows
-no peer and no message.
+A stream that ends inside a frame counts as a normal end: its sender is gone. Knows no peer and no
+message.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import struct
 
 _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size
-MAX_FRAME_BYTES = 64 << 20  # the longest prompt is a few MiB; more is a broken stream
+MAX_FRAME_BYTES = 64 << 20  # the longest prompt has a few MiB; more means a broken stream
 CHUNK_BYTES = 64 << 10
-MAX_CHUNKS = 64  # read at once: others wait
-MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES  # many long prompts; whoever hangs is noticed earlier
+MAX_CHUNKS = 64  # read at once, while other streams wait
+MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES  # many long prompts; a peer that hangs is noticed before
 
 
 class BrokenStream(ConnectionError):
-    """A length that no frame has: the other side has another protocol."""
+    """A frame length that is too large: the peer uses another protocol."""
 
 
 def encode_payload(payload: bytes) -> bytes:
-    """One frame, of a message in its serial form."""
+    """The frame of a serialized message."""
     assert len(payload) <= MAX_FRAME_BYTES, f"a frame of {len(payload)} bytes"
     return _LENGTH.pack(len(payload)) + payload
 
@@ -31,7 +31,7 @@ def encode_payload(payload: bytes) -> bytes:
 def decode_length(
     received: bytes | bytearray, start: int = 0, max_bytes: int = MAX_FRAME_BYTES
 ) -> int:
-    """How long the payload behind `start` is. Raises BrokenStream."""
+    """The length of the payload of the frame at `start`. Raises BrokenStream."""
     length: int = _LENGTH.unpack_from(received, start)[0]
     if length > max_bytes:
         raise BrokenStream(f"a frame of {length} bytes; at most {max_bytes}")
@@ -39,13 +39,14 @@ def decode_length(
 
 
 class FrameBuffer:
-    """Bytes of a stream as they come, cut into frames."""
+    """The received bytes of a stream, cut into frames."""
 
     def __init__(self) -> None:
         self._received = bytearray()
 
     def take_in(self, sock: socket.socket) -> bool:
-        """Read what has come, without waiting, at most MAX_CHUNKS; False: the stream is over."""
+        """Read the received bytes without waiting, at most MAX_CHUNKS; False at the end of the
+        stream."""
         for _ in range(MAX_CHUNKS):
             try:
                 data = sock.recv(CHUNK_BYTES, socket.MSG_DONTWAIT)
@@ -61,7 +62,7 @@ class FrameBuffer:
         return True
 
     def wait_for_more(self, sock: socket.socket) -> bool:
-        """Read what comes next; False: the stream is over."""
+        """Wait for more bytes and read them; False at the end of the stream."""
         try:
             data = sock.recv(CHUNK_BYTES)
         except ConnectionResetError:
@@ -70,12 +71,13 @@ class FrameBuffer:
         return bool(data)
 
     def cut(self, data: bytes) -> list[bytes]:
-        """The payloads that are whole with this, but for empty ones. Raises BrokenStream."""
+        """Add `data`; return the payloads that are complete, without empty ones. Raises
+        BrokenStream."""
         self._received += data
         return list(filter(None, self.take()))
 
     def take(self) -> list[bytes]:
-        """The payloads of all frames that are here whole, once. Raises BrokenStream."""
+        """Remove all complete frames and return their payloads. Raises BrokenStream."""
         received, payloads, start = self._received, [], 0
         while len(received) - start >= _LENGTH.size:
             first = start + _LENGTH.size
@@ -89,7 +91,7 @@ class FrameBuffer:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """`FrameSocket.receive` for asyncio: None when the stream is over, as after a failed write."""
+    """The next payload; None at the end of the stream, also after a failed write."""
     try:
         length = decode_length(await reader.readexactly(LENGTH_BYTES))
         return await reader.readexactly(length)

@@ -1,4 +1,4 @@
-"""The form of an output that a request may ask for."""
+"""The constraint that a request may put on its output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 class ConstraintKind(enum.Enum):
-    """What the source is written in."""
+    """The language of the source."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"  # Rust's syntax; the whole output must match
@@ -19,10 +19,10 @@ class ConstraintKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an output must look like, not compiled; equal ones allow the same outputs.
+    """A constraint before compilation; equal ones allow the same outputs.
 
-    Two nodes that know it and the tokens so far allow the same next tokens: nothing else has to
-    travel with a hand-off or a retry.
+    With it and the tokens so far, every engine allows the same next tokens: a hand-off or a retry
+    needs nothing else.
     """
 
     kind: ConstraintKind

@@ -1,8 +1,8 @@
-"""What a field of a JSON body can be: how it is read, strictly, and how OpenAPI describes it.
+"""Kinds of fields of a JSON body: their strict parsers and their OpenAPI schemas.
 
-Strict: "10" and true are no integers, 1.0 is none either. `read` gives the value for the wire or
-raises InvalidRequest naming the field. Our own reader and not msgspec's, which has other texts and
-does not notice a name that comes twice.
+Strict: "10", true and 1.0 are no integers. `read` returns the value for the proto field, or raises
+InvalidRequest with the field's name. msgspec's parser is not used: it has other error texts, and
+accepts a name that occurs twice.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from .token_ids import column
 
 Schema = Mapping[str, Any]
 
-UINT32_MAX = 2**32 - 1  # the wire's
+UINT32_MAX = 2**32 - 1  # of proto fields
 
 
 @dataclass(frozen=True, slots=True)
 class FieldKind:
-    """`read(value, name)`; the value is never None: an absent field and null are the same."""
+    """`read(value, name)`: the value is never None, as null counts as absent."""
 
     schema: Schema
     read: Callable[[Any, str], Any]
 
     def within(self, **limits: Any) -> FieldKind:
-        """The same, with what the validator checks in the schema."""
+        """The same kind, with the validator's limits in its schema."""
         return FieldKind({**self.schema, **limits}, self.read)
 
 
@@ -61,7 +61,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def integer(least: int, most: int) -> FieldKind:
-    """An integer in [least, most]; a bound that is the wire's alone stands in no message."""
+    """An integer in [least, most]. No message names an upper bound that is the proto field's."""
     if most < UINT32_MAX:
         wanted = smaller = f"an integer in [{least}, {most}]"
     else:
@@ -78,7 +78,7 @@ def integer(least: int, most: int) -> FieldKind:
 
 
 def string(max_chars: int) -> FieldKind:
-    """A string of at most so many characters."""
+    """A string of at most `max_chars` characters."""
 
     def read(value: Any, name: str) -> str:
         if len(_string(value, name)) > max_chars:
@@ -89,7 +89,7 @@ def string(max_chars: int) -> FieldKind:
 
 
 def list_of(kind: FieldKind, max_items: int) -> FieldKind:
-    """A list of at most so many."""
+    """A list of at most `max_items` items."""
 
     def read(value: Any, name: str) -> list[Any]:
         if not isinstance(value, list):
@@ -102,7 +102,7 @@ def list_of(kind: FieldKind, max_items: int) -> FieldKind:
 
 
 def one_or_list_of(kind: FieldKind, max_items: int) -> FieldKind:
-    """One, or a list; read as a list."""
+    """One item or a list; read as a list."""
     many = list_of(kind, max_items)
 
     def read(value: Any, name: str) -> list[Any]:
@@ -112,7 +112,7 @@ def one_or_list_of(kind: FieldKind, max_items: int) -> FieldKind:
 
 
 def options(**fields: FieldKind) -> FieldKind:
-    """An object of these fields alone."""
+    """An object that has only these fields."""
 
     def read(value: Any, name: str) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -137,7 +137,7 @@ def record(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None
 
 
 def nullable(schema: Schema) -> Schema:
-    """Null is as good as absent."""
+    """The schema that also allows null, which counts as absent."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 

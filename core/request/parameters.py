@@ -1,8 +1,8 @@
-"""What a request parameter can be: kinds of numbers, and the `parameter` that makes a field one;
-kinds of texts and tokens are in text_parameters.py.
+"""Kinds of request parameters: flags and numbers, and `parameter`, which declares one. Kinds of
+texts and token ids are in text_parameters.py.
 
-The table itself is SamplingParams and RequestOptions in request.py, one field a parameter, with
-the name of the proto message's field. Made from it: the fields of HTTP bodies and OpenAPI
+The table itself is SamplingParams and RequestOptions in sampling_params.py, one field a parameter,
+with the name of the proto message's field. Generated from it: the fields of HTTP bodies and OpenAPI
 (gateway/http/generate/request_fields.py), the checks of both fronts (gateway/validation), the codec
 (proto/codec.py), the steps between an engine's ranks, and the table in docs/sampling.md.
 """
@@ -18,15 +18,16 @@ from typing import Any
 from ..errors import InvalidRequest
 from .json_fields import BOOLEAN, NUMBER, UINT32_MAX, FieldKind, integer
 
-_SMALLEST = 2.0**-126  # below it a float32 has fewer digits, and GPUs take 0
+_SMALLEST = 2.0**-126  # smaller float32 are subnormal, and GPUs flush them to 0
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`range`: for people. `field`, of a JSON body, keeps to what the wire can carry alone.
+    """`range`: for the documentation. `field`: the field of a JSON body, which checks only that the
+    value fits the proto field.
 
-    `check(value, name, vocab_size)`: of both fronts, gives the wire's value as SamplingParams has
-    it, or raises InvalidRequest.
+    `check(value, name, vocab_size)`: used by both fronts. Returns the proto field's value in the
+    form of SamplingParams, or raises InvalidRequest.
     """
 
     range: str
@@ -53,7 +54,7 @@ def number(least: float, most: float, *, is_open: bool = False) -> Kind:
 
 
 def _within(least: int, most: float, must: str) -> Callable[[int, str, int], int]:
-    """A check of integers; `must` says what one must be, and may name its `value`."""
+    """A check of an integer; `must`: the error text, which may contain `{value}`."""
 
     def check(value: int, name: str, vocab_size: int) -> int:
         if not least <= value <= most:
@@ -64,7 +65,8 @@ def _within(least: int, most: float, must: str) -> Callable[[int, str, int], int
 
 
 def at_least(least: int) -> Kind:
-    """An integer from `least` on; the bound above is the wire's, and stands in no message."""
+    """An integer from `least` on. The upper bound is that of the proto field; no message names
+    it."""
     check = _within(least, math.inf, f"must be at least {least}")
     return Kind(f"{least} ...", integer(least, UINT32_MAX), check)
 
@@ -77,7 +79,7 @@ def between(least: int, most: int) -> Kind:
 
 
 def count(most: int) -> Kind:
-    """How many of something to send; over HTTP too the check of both fronts has what is most."""
+    """The number of items to return. `most` is checked by `check`, for HTTP too."""
     check = _within(0, most, f"can be {most} at most, not {{value}}")
     return Kind(f"[0, {most}]", integer(0, UINT32_MAX).within(maximum=most), check)
 
@@ -88,7 +90,7 @@ def _limit() -> Kind:
     return Kind("0 ...", field, lambda value, name, vocab_size: value or None)
 
 
-LIMIT = _limit()  # a count that may be unlimited: None here, 0 on the wire, 0 or vLLM's -1 in HTTP
+LIMIT = _limit()  # may be unlimited: None here, 0 in the proto field, 0 or vLLM's -1 over HTTP
 
 
 _MAX_SEED = 2**63 - 1
@@ -96,7 +98,7 @@ SEED = Kind("[0, 2**63)", integer(0, _MAX_SEED), _within(0, _MAX_SEED, "must lie
 
 
 def as_sampled(value: float, name: str, param: str) -> float:
-    """As the sampler computes with it: what is too small for a float32 is 0; raises for -0."""
+    """The value that the sampler uses: 0 if it is too small for a float32. Raises for -0."""
     if math.fabs(value) >= _SMALLEST or math.isnan(value):
         return value
     if math.copysign(1.0, value) < 0:
@@ -105,15 +107,15 @@ def as_sampled(value: float, name: str, param: str) -> float:
 
 
 def refusal(message: str, param: str, code: str = "invalid_value") -> InvalidRequest:
-    """Of a value."""
+    """The error for a bad value."""
     return InvalidRequest(message, param, code)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`absent`: what an absent field means, as text, where that is not `default`.
+    """`absent`: the meaning of an absent field, as text, if that is not `default`.
 
-    `over_http`: how HTTP bodies have it, as text, where not by the same name and meaning.
+    `over_http`: the HTTP form, as text, if it has another name or meaning there.
     """
 
     default: Any
@@ -124,7 +126,7 @@ class Parameter:
 
     @property
     def field(self) -> FieldKind:
-        """Of a JSON body."""
+        """Its field in a JSON body."""
         return self.kind.field.within(description=self.help)
 
 

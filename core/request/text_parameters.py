@@ -1,4 +1,4 @@
-"""Kinds of request parameters that are texts, or several texts or tokens."""
+"""Kinds of request parameters that are texts, lists of texts, or token ids."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from .json_fields import NUMBER, STRING, TOKEN_IDS, UINT32_MAX, FieldKind, invalid, one_or_list_of
 from .parameters import Kind, as_sampled, refusal
 
-_TOKEN_ID = re.compile(r"(0|[1-9][0-9]{0,9})\Z")  # as JSON writes integers: one id has one key
+_TOKEN_ID = re.compile(r"(0|[1-9][0-9]{0,9})\Z")  # JSON's form of integers: one key per id
 
 
 def _early_stopping() -> Kind:
-    """A text on the wire; JSON has booleans too."""
+    """A text in the proto field; JSON bodies may have booleans."""
     texts = ("false", "true", "never")
 
     def read(value: Any, name: str) -> str:
@@ -37,7 +37,7 @@ EARLY_STOPPING = _early_stopping()
 
 
 def text_like(pattern: str, description: str) -> Kind:
-    """A text that this pattern matches whole; `description`: which these are."""
+    """A text that matches the whole pattern; `description`: the same in words."""
 
     def check(value: str, name: str, vocab_size: int) -> str:
         if not re.fullmatch(pattern, value):
@@ -73,8 +73,8 @@ def token_ids(max_items: int) -> Kind:
 
 
 def token_set() -> Kind:
-    """Ids of the vocabulary, one at least; an empty set cannot be told from an absent one on the
-    wire."""
+    """At least one id of the vocabulary: an empty list looks like an absent one in the proto
+    field."""
 
     def read(value: Any, name: str) -> list[int]:
         found: list[int] = TOKEN_IDS.read(value, name)

@@ -1,4 +1,4 @@
-"""The life of a request as stamped events. The names are the ones the documentation uses.
+"""The life of a request as timestamped events.
 
     arrived -> routed -> prefill_queued -> prefill_started -> first_token
                  └-> handoff_queued -> transfer_started -> transfer_ended -> decode_started
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 class Event(enum.Enum):
-    """The steps of a request's path; a retry repeats those from `routed` on."""
+    """The steps of a request; a retry repeats those from `routed` on."""
 
     ARRIVED = "arrived"
     ROUTED = "routed"
@@ -37,7 +37,7 @@ TERMINAL = frozenset({Event.FINISHED, Event.FAILED, Event.CANCELLED})
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """One event. All of a request's are on the clock of its gateway."""
+    """One event. All stamps of a request use the clock of its gateway."""
 
     event: Event
     unix_ns: int

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from ...core.request.request import FinishReason, SamplingParams, TokenLogprobs
+from ...core.request.request import FinishReason, TokenLogprobs
+from ...core.request.sampling_params import SamplingParams
 from ..execution.batch import Candidate, SampledToken
 
 

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...core.request.request import SamplingParams, TokenLogprobs
+from ...core.request.request import TokenLogprobs
+from ...core.request.sampling_params import SamplingParams
 from ...kernels.attention.attention import AttentionMetadata
 from ...kernels.sampling.sample_spec import SampleSpec
 

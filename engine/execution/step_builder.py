@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ...core.engine_config import EngineConfig
-from ...core.request.request import SAMPLING, SamplingParams
+from ...core.request.sampling_params import SAMPLING, SamplingParams
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.pinned_memory import reserve_pinned_memory
 from ...kernels.sampling.sample_spec import SampleSpec

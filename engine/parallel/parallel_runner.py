@@ -28,7 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import EngineFailed
-from ...core.request.request import SAMPLING, SamplingParams, TokenLogprobs
+from ...core.request.request import TokenLogprobs
+from ...core.request.sampling_params import SAMPLING, SamplingParams
 from ...kernels.attention.attention import join_tables
 from ...kernels.sampling.sample_spec import SampleSpec
 from ..execution.batch import (

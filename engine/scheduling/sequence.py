@@ -25,8 +25,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 
-from ...core.request.request import Request, SamplingParams, sample_key
+from ...core.request.request import Request, sample_key
+from ...core.request.sampling_params import SamplingParams
 from ...core.request.token_ids import BlockHash, block_hashes
+from ...kernels.sampling.sample_spec import has_penalties
 from ..execution.constraints import Constrained, Mask, TokenCounts, mask_of
 
 _SLICE_BLOCKS = 64  # hashed at once when a prompt is looked up
@@ -146,12 +148,12 @@ class Sequence:
         self.sampling = params = self.request.sampling
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.most_tokens = self.num_prompt_tokens + params.max_tokens
-        self.needs_history = params.needs_history
+        self.needs_history = has_penalties(params) or params.constraint is not None
         self.allowed = mask_of(params.allowed_token_ids) if params.allowed_token_ids else None
         is_masked = self.allowed is not None or params.constraint is not None
-        self.adds_to_specs = params.needs_history or is_masked or params.min_tokens > 0
+        self.adds_to_specs = self.needs_history or is_masked or params.min_tokens > 0
         self.sample_key = None
-        if not params.is_greedy:
+        if params.temperature > 0:
             self.sample_key = sample_key(params.seed, self.request.sample_index)
 
     @property
@@ -229,7 +231,7 @@ class Sequence:
 
     def counts(self) -> TokenCounts | None:
         """What its penalties look at, if it has any. All tokens are known."""
-        if not self.sampling.has_penalties:
+        if not has_penalties(self.sampling):
             return None
         if self._counts is None:
             self._counts = TokenCounts(self.request.prompt_token_ids)

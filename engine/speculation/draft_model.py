@@ -10,7 +10,8 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from ...core.request.request import SamplingParams, token_key
+from ...core.request.request import token_key
+from ...core.request.sampling_params import SamplingParams
 from ...kernels.sampling.sample_spec import SampleSpec
 from ..execution.batch import Drafter, SequenceSlice
 from .proposer import Context
@@ -46,7 +47,7 @@ def _slice(context: Context) -> SequenceSlice:
     specs = [
         SampleSpec(
             params,
-            0 if params.is_greedy else token_key(params.seed, request.sample_index, position),
+            token_key(params.seed, request.sample_index, position) if params.temperature > 0 else 0,
         )
         for position in range(first, first + context.max_drafts)
     ]

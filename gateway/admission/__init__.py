@@ -1,1 +1,1 @@
-"""What every front does with a call, and whether it may wait."""
+"""The path of a call behind every front, and the bounds on its wait."""

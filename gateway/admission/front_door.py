@@ -1,8 +1,8 @@
-"""What every front (gRPC, HTTP) does with a call: admit, validate, route, run, observe.
+"""The path of a call behind every front (gRPC, HTTP): admit, validate, route, run, record.
 
     front ── GenerateRequest, Caller ──► FrontDoor.generate ──► RunningCall ── chunks ──► front
-Owns the order of the checks, the life of a call's sessions and its record. A front only translates:
-its wire format to a GenerateRequest, chunks to its stream, typed errors to its statuses.
+Owns the order of the checks, and the lifetime of a call's sessions and its record. A front only
+translates: its wire format to a GenerateRequest, chunks to its stream, errors to its statuses.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from .running_call import RunningCall
 log = logging.getLogger(__name__)
 
 _NOT_READ = "the client has not read all by the request's deadline"
-_LAST_WRITE_S = 0.25  # how long a failed stream may take to deliver what waits
+_LAST_WRITE_S = 0.25  # how long a failed stream may take to deliver its queue
 
 
 @dataclass(eq=False)
 class FrontDoor:
-    """The service behind all fronts. `is_draining`: set it, and new generations are refused.
+    """The service behind all fronts. `is_draining`: new generations are refused.
 
-    `arrivals`: where a front has a new call wait before it looks at it, and where it waits again
-    before it is routed; `large_bodies`: held while one is parsed. `_ends` spaces the ends of calls:
-    none waits for calls that arrive.
+    `arrivals` spaces new calls: each waits there before its front parses it, and again before it is
+    dispatched. `large_bodies`: held while a large body is parsed. `_ends` spaces the ends of calls,
+    which do not wait for new ones.
     """
 
     model: ServedModel
@@ -67,12 +67,12 @@ class FrontDoor:
 
     @property
     def limits(self) -> ModelLimits:
-        """The model's limits, narrowed to what the linked engines can do."""
+        """The model's limits, narrowed to those of the linked engines."""
         return self._table.limits(self.model.limits)
 
     @property
     def constraint_refusal(self) -> str | None:
-        """Why no output can be constrained here and now, or None."""
+        """Why no output can be constrained now, or None."""
         role = self._table.lacks_constraints()
         if role is not None:
             return f"no {role.value} node takes constraints: is the extra `structured` installed?"
@@ -89,12 +89,13 @@ class FrontDoor:
         tracestate: str = "",
         special_at: Spans | None = None,
     ) -> AsyncIterator[RunningCall]:
-        """Run a call for as long as the block lasts; leaving it ends what still runs.
+        """Run a call for the duration of the block; leaving the block cancels what still runs.
 
-        `special_at`: where alone its text has special tokens; None: wherever their texts stand.
+        `special_at`: the only spans of the text that are special tokens; None: special tokens are
+        recognised anywhere in it.
 
-        Raises InvalidRequest kin, ModelNotFound, Overloaded, Unavailable before the block, and
-        inside it whatever ended the call, even where a write to a stuck client hangs.
+        Raises subclasses of InvalidRequest, ModelNotFound, Overloaded, Unavailable before the
+        block, and in it the error that ended the call, even if a write to the client hangs.
         """
         arrived_unix_ns, arrived_s = self._clock.unix_ns(), self._clock.monotonic_s()
         allowed_s = self._max_request_s
@@ -104,15 +105,15 @@ class FrontDoor:
                 if self.is_draining:
                     raise Unavailable("this gateway is shutting down")
                 admission = stack.enter_context(self.admitted(caller))
-                # What comes too late, by what its caller has ahead of it, is not even tokenised.
+                # A call whose caller's queue is too long already is not even tokenised.
                 self._check_wait(caller, deadline_s - arrived_s)
                 request = await self._prepare(wire, caller, admission, special_at)
                 num_tokens, began_s = len(request.prompt_token_ids), self._clock.monotonic_s()
                 router = PromptRouter(self._table, request)
                 await router.hash_prompt()
                 lookup_s = self._clock.monotonic_s() - began_s
-                await self.arrivals.take(has_begun=True)  # in one turn, it would hold up streams
-                # What is ahead has to be that of the moment when it starts.
+                await self.arrivals.take(has_begun=True)  # else one long turn would delay streams
+                # The queue must be that of the moment when the call starts.
                 routed_s = self._clock.monotonic_s()
                 self._check_wait(caller, deadline_s - routed_s, num_tokens, router)
             except BatonError as error:
@@ -128,7 +129,7 @@ class FrontDoor:
                 lookup_s=lookup_s,
                 traceparent=traceparent,
                 tracestate=tracestate,
-                # What the client sent, as text: ids as such.
+                # The prompt as the client sent it, ids as text.
                 prompt=(wire.text or str(request.prompt_token_ids.tolist()))
                 if self.keeps_prompts
                 else None,
@@ -142,29 +143,31 @@ class FrontDoor:
                     admission.used_tokens = record.prompt_tokens + num_outputs
 
     def abort(self, names: Sequence[str], caller: Caller) -> int:
-        """Cancel calls of the caller's tenant by gateway id or label; returns how many ran.
+        """Cancel calls of the caller's tenant by gateway id or label; returns the number that ran.
 
-        With the scope `admin`, calls of any tenant. Raises PermissionDenied.
+        With the scope `admin`: calls of any tenant. Raises PermissionDenied.
         """
         if ADMIN in caller.scopes:
             return self._sessions.abort(names)
         caller.check_scope(INFER)
         return self._sessions.abort(names, caller.tenant)
 
-    def turned_away(self, caller: Caller, error: BatonError) -> None:
-        """Count a call that a front refused before it came here."""
+    def count_refusal(self, caller: Caller, error: BatonError) -> None:
+        """Record a call that its front refused."""
         self._feed.call_refused(caller, error)
 
     def check_limits(self, caller: Caller) -> None:
-        """Raises RateLimited for a tenant that has nothing left: before its call is prepared."""
+        """Raises RateLimited if the tenant is at a limit: for a front, before it prepares a
+        call."""
         self._tenancy.check(caller)
 
     @contextmanager
     def admitted(self, caller: Caller) -> Iterator[TenantAdmission | None]:
-        """Take a call in for the block; raises before anything of it was looked at.
+        """Admit a call for the duration of the block, before any of it is parsed. Gives None for a
+        caller without a tenant, which has no limits.
 
-        None: it is of no tenant, whose limits there would be. A call that needs no engine counts
-        as any other, or long texts would wait unbounded.
+        Calls that need no engine are admitted too, else long texts would queue without bound.
+        Raises PermissionDenied, RateLimited, Overloaded.
         """
         caller.check_scope(INFER)
         with self._tenancy.admitted(caller) if caller.tenant else nullcontext() as admission:
@@ -181,14 +184,14 @@ class FrontDoor:
         num_tokens: int = 0,
         router: PromptRouter | None = None,
     ) -> None:
-        """Refuse what would have to wait too long, of which so much is known: see QueueLimit."""
+        """Refuse a call that would wait too long, by what is known of it so far: see QueueLimit."""
         must_wait = self._sessions.queue.shares or not self._table.has_idle_engine
         if must_wait or remaining_s <= 0:
             cached = {} if router is None else router.cached(num_tokens)
             self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s)
 
     def check_model(self, caller: Caller, model: str) -> None:
-        """Raises ModelNotFound for one that is not served, or not to this caller."""
+        """Raises ModelNotFound for a model that is not served, or not to this caller."""
         caller.check_model(model, self.model.limits.model, self.adapters.adapters)
 
     async def _prepare(
@@ -198,7 +201,8 @@ class FrontDoor:
         admission: TenantAdmission | None,
         special_at: Spans | None,
     ) -> ValidatedRequest:
-        """The request, charged to the caller's tenant and in its part of the prefix cache."""
+        """Validate the request, charge it to the tenant, and put it into the tenant's part of the
+        prefix cache."""
         self.check_model(caller, wire.model)
         request = await validated(
             wire,
@@ -208,8 +212,8 @@ class FrontDoor:
             adapters=self.adapters.adapters,
             special_at=special_at,
         )
-        if (form := request.sampling.constraint) is not None:
-            await self.model.constraints.check(form, self.constraint_refusal)
+        if (constraint := request.sampling.constraint) is not None:
+            await self.model.constraints.check(constraint, self.constraint_refusal)
         if admission is not None:
             num_outputs = max(request.options.n, request.sampling.best_of)
             max_output_tokens = num_outputs * request.sampling.max_tokens
@@ -224,13 +228,13 @@ class FrontDoor:
     async def _running(
         self, record: CallRecord, router: PromptRouter, deadline_s: float
     ) -> AsyncIterator[RunningCall]:
-        """The sessions of a valid call, and its record from beginning to end."""
+        """Run the sessions of a valid call, and keep its record."""
         loop = asyncio.get_running_loop()
         try:
             allowed_s = deadline_s - self._clock.monotonic_s() + _LAST_WRITE_S
             async with asyncio.timeout(allowed_s) as patience:
-                # The write of a stuck reader never ends: after a failure it is left behind, and
-                # behind the deadline, which sessions that are over do not see pass.
+                # A write to a stuck client never ends: it is abandoned after a failure, and after
+                # the deadline, which ended sessions no longer watch.
                 call = RunningCall(
                     record,
                     self._feed.chunk_delivered,
@@ -252,19 +256,19 @@ class FrontDoor:
                 record.call_id = sessions[0].call_id
                 self._feed.call_began(record)
                 try:
-                    for session in reversed(sessions):  # the first dispatches for all
+                    for session in reversed(sessions):  # the first one dispatches for all
                         self._sessions.start(session)
                     yield call
                 except asyncio.CancelledError:
                     if call.error is None and not patience.expired():
-                        call.left()
+                        call.client_left()
                     raise
                 finally:
-                    call.push = None  # which has the call
+                    call.push = None  # it refers to the call
                     for session in sessions:
                         if not session.is_over:
                             self._sessions.cancel(session, Cancelled("the client went away"))
-                    record.num_computed_tokens = sum(one.num_outputs for one in sessions)
+                    record.num_computed_tokens = sum(session.num_outputs for session in sessions)
                     unread = DeadlineExceeded(_NOT_READ) if patience.expired() else None
                     self._end(record, call.error or unread, sessions[0])
         except TimeoutError:
@@ -274,6 +278,6 @@ class FrontDoor:
         if len(record.results) < record.request.options.n:
             record.unfinished_run = unfinished_run(first)
             record.error = error or Cancelled("the client went away")
-            if public_error(record.error) is not record.error:  # the caller does not see its text
+            if public_error(record.error) is not record.error:  # its text is not sent to the client
                 log.warning("call %s: %s: %s", record.call_id, record.error.code, record.error)
         self._feed.call_ended(record)

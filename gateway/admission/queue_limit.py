@@ -1,12 +1,12 @@
-"""Refuses at once what would only fail later, or wait longer than it may.
+"""Refuses a call at once if it would fail later, or wait longer than it may.
 
     prompt tokens ahead, and its own, by the engine's own cost ─┐ the longer of the two
     requests ahead that wait for a decode place, by how many    ├─► longer than what is left of its
     places become free                                         ─┘   deadline, or --max-queue-s:
                                                                     Overloaded, and when to retry
-What is ahead is reckoned in an order fair between callers: of each other caller, no more than this
-one has waiting itself. So a light caller is not refused for what bulk callers have queued. Nothing
-is refused on a guess: a time that no engine has measured yet counts as none.
+The work ahead is counted in an order that is fair between callers: of each other caller, no more
+than this caller has queued itself. So a light caller is not refused because bulk callers have long
+queues. Only measured times count: a time that no engine has measured yet counts as 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _SOON_S = 0.1  # no retry sooner
 
 
 class QueueLimit:
-    """The rule of one gateway. `max_queue_s` None: a request's deadline alone bounds its wait."""
+    """The rule of one gateway. `max_queue_s` None: only the deadline of a request bounds its
+    wait."""
 
     def __init__(self, table: EngineTable, queue: DispatchQueue, max_queue_s: float | None) -> None:
         self._table, self._queue = table, queue
@@ -40,10 +41,9 @@ class QueueLimit:
         cached: Mapping[str, CachedPrefix],
         remaining_s: float,
     ) -> None:
-        """Raise Overloaded unless a prompt of so many tokens can be computed in time.
-
-        DeadlineExceeded where no time is left at all. `cached`: by incarnation, what engines have
-        of it.
+        """Raise Overloaded unless a prompt of `num_tokens` can be computed in time, and
+        DeadlineExceeded if no time is left. `cached`: the prompt's cached prefix of each engine, by
+        incarnation.
         """
         if remaining_s <= 0:
             raise DeadlineExceeded("the request's deadline passed")
@@ -62,10 +62,8 @@ class QueueLimit:
     def prefill_s(
         self, caller_id: int, num_tokens: int, cached: Mapping[str, CachedPrefix]
     ) -> float:
-        """How long until a prompt's first token, at the engine that would have it soonest, if all
-        queues are fair between callers.
-
-        0 where nothing is ahead of it, or an engine's cost is not known.
+        """The time to a prompt's first token at the fastest engine, if all queues are fair between
+        callers. 0 if nothing is ahead of it, or an engine's cost is not known.
         """
         table = self._table
         prefill = [e for e in table.engines.values() if e.takes_prompts and e.is_ready]
@@ -93,7 +91,7 @@ class QueueLimit:
         return min(waits_s, default=0.0)
 
     def _place_s(self, caller_id: int, num_tokens: int) -> float:
-        """Until as many decode places are free as requests are served before this one, and one."""
+        """The time until decode places are free for the requests ahead of this one, and for it."""
         engines = self._table.engines.values()
         places_per_s = sum(engine.account.places_per_s or 0.0 for engine in engines)
         if not self._queue.has_no_place or not places_per_s:

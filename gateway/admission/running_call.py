@@ -1,10 +1,9 @@
-"""A call while it runs: tokens on their way from its sessions to its client, in pieces, in a queue
-of those that its stream has not taken yet, bounded by tokens.
+"""A running call: the bounded queue of chunks between its sessions and its client's stream.
 
-    Session.emit ──► [chunk chunk chunk] ──► chunks(): a sample's that wait, as one ──► stream
-              └── nothing waits, and the front can write at once ──► push(chunk) ─────────┘
-A reader that keeps up gets one chunk per engine step; one that falls behind gets fewer, longer
-ones; one that falls `max_tokens` behind gets no more.
+    Session.emit ──► [chunk chunk chunk] ──► chunks(): a sample's queued chunks, merged ──► stream
+              └── queue is empty and the front can write at once ──► push(chunk) ─────────────┘
+A client that keeps up gets one chunk per engine step. One that falls behind gets fewer, longer
+chunks; one that falls `max_tokens` behind gets no more.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from ..telemetry.calls.call_record import CallRecord
 from .loop_pacing import LoopPacing
 
 MAX_TOKENS_BEHIND = 256
-_MAX_CHUNKS = 32  # of a sample, that wait; more are put together: a chunk is larger than its tokens
+_MAX_CHUNKS = 32  # queued of a sample; more are merged, as a chunk is larger than its tokens
 
 
 class RunningCall:
-    """Its samples' ChunkSink: each ends by a chunk with a result, or by a failure. The first
-    failure is the call's: with one sample fail all. `chunks` may be iterated once.
+    """The ChunkSink of a call's samples. A sample ends with a chunk that has a result, or with a
+    failure; the first failure fails the whole call. `chunks` may be iterated once.
 
-    `push`, once it is set, is offered every chunk while all that came before is delivered, but for
-    a sample's last: where it has written the chunk to the client it returns True, and then no task
-    has to wake for it. `on_delivered` is told of each chunk that the client has; `on_fail` is
-    called when the stream must end early; `ends` spaces what is to be done at a sample's end.
+    `push`, once set, is called with a chunk, except a sample's last, when all before it are
+    delivered. It returns True if it has written the chunk to the client; then no task needs to wake
+    for it. `on_delivered` is called for each delivered chunk, `on_fail` when the stream must end
+    early; `ends` spaces the work at the end of samples.
     """
 
     def __init__(
@@ -41,19 +40,19 @@ class RunningCall:
     ) -> None:
         self.record = record
         self.push: Callable[[OutputChunk], bool] | None = None
-        self.error: BatonError | None = None  # the call's first
+        self.error: BatonError | None = None  # the first of the call
         self._on_delivered = on_delivered
         self._on_fail = on_fail
         self._ends = ends
         self._max_tokens = max_tokens
         self._waiting: dict[int, list[OutputChunk]] = {}  # by sample
-        self._reader: asyncio.Future[None] | None = None  # waits in `chunks`
-        self._is_read = False  # until then nobody can be too slow
-        self._last: OutputChunk | None = None  # of all samples, once it is given out
+        self._reader: asyncio.Future[None] | None = None  # set while `chunks` waits
+        self._is_read = False  # before that no client is too slow
+        self._last: OutputChunk | None = None  # the call's last chunk, once it is yielded
 
     def emit(self, chunk: OutputChunk) -> bool:
-        """Take a chunk; False if the client is too far behind to be given any more. Never refuses a
-        sample's only chunk, however long."""
+        """Queue or push a chunk; False if the client is too far behind. A sample's only chunk is
+        always accepted, however long."""
         is_last = chunk.result is not None
         if (
             self.push is not None
@@ -65,7 +64,7 @@ class RunningCall:
             return True
         waiting = self._waiting.setdefault(chunk.sample_index, [])
         if waiting and self._is_read and not is_last:
-            num_behind = sum(len(one.token_ids) for one in waiting)
+            num_behind = sum(len(queued.token_ids) for queued in waiting)
             if num_behind > self._max_tokens:
                 return False
         waiting.append(chunk)
@@ -75,7 +74,7 @@ class RunningCall:
         return True
 
     def fail(self, error: BatonError) -> None:
-        """What waits is still delivered before the error."""
+        """Queued chunks are still delivered before the error."""
         if self.error is None:
             self.error = error
             self._wake()
@@ -88,10 +87,10 @@ class RunningCall:
             self._reader = None
 
     async def chunks(self) -> AsyncIterator[OutputChunk]:
-        """What waits of one sample, a chunk at least, until each one's last; the sample that has
-        waited longest comes first. Behind all, raises the first error as public_error.
+        """Yield one sample's queued chunks, merged, until the last chunk of each sample; the sample
+        that has waited longest comes first. Then raises the first error, if any, as public_error.
 
-        A chunk counts as delivered when the next is requested.
+        A chunk counts as delivered when the next one is requested.
         """
         self._is_read = True
         num_open = self.record.request.options.n
@@ -110,8 +109,8 @@ class RunningCall:
             yield chunk
             self._on_delivered(self.record, chunk)
 
-    def left(self) -> None:
-        """The client went away: it may have the call's last chunk before its front knows that it is
-        written."""
+    def client_left(self) -> None:
+        """The client closed the stream. It may have received the call's last chunk before the front
+        knows that the write is done."""
         if self._last is not None and self._last.sample_index not in self.record.results:
             self._on_delivered(self.record, self._last)

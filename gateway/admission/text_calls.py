@@ -1,4 +1,4 @@
-"""Calls that need no engine: text to tokens and back."""
+"""Calls that need no engine: tokenise and detokenise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def tokenize(
     special_at: Spans | None = None,
     param: str = "text",
 ) -> tuple[int, ...]:
-    """Raises ModelNotFound, InvalidRequest kin, PermissionDenied, RateLimited."""
+    """Raises ModelNotFound, InvalidRequest, PermissionDenied, RateLimited."""
     with door.admitted(caller):
         door.check_model(caller, model)
         return await door.model.tokenizer.encode(
@@ -35,7 +35,7 @@ async def tokenize(
 async def detokenize(
     door: FrontDoor, model: str, token_ids: Sequence[int], caller: Caller, *, param: str = "ids"
 ) -> str:
-    """Raises ModelNotFound, InvalidRequest kin, PermissionDenied, RateLimited."""
+    """Raises ModelNotFound, InvalidRequest, PermissionDenied, RateLimited."""
     with door.admitted(caller):
         door.check_model(caller, model)
         check_token_ids(token_ids, door.model.limits.vocab_size, param)

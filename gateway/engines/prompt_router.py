@@ -14,7 +14,7 @@ from functools import partial
 
 from ...core.errors import Unavailable
 from ...core.membership import Role
-from ...core.request.request import SamplingParams
+from ...core.request.sampling_params import SamplingParams
 from ...core.request.token_ids import BlockHash, block_hashes, column, root_hash, salted
 from ...prefix_index.prefix_sources import NOTHING, NOTHING_CACHED, CachedPrefix, Fetch
 from ..request.engine_link import Avoid, Demand, MustWait, Route

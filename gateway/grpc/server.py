@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _LAST_STATUS_S = 0.2
 _MAX_METADATA_BYTES = 16 << 10
-_SPARE_STREAMS = 128  # of a connection: for calls that are refused, and such as Abort
-_MAX_PENDING_CALLS = 16_000  # of all connections, before a handler has them; many may be reset
+_SPARE_STREAMS = 128  # of a connection: for refused calls, and calls like Abort
+_MAX_PENDING_CALLS = 16_000  # of all connections, not yet with a handler; many may be reset
 _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 4 << 20),
     ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
@@ -34,7 +34,7 @@ _SERVER_OPTIONS = (
         "grpc.absolute_max_metadata_size",
         _MAX_METADATA_BYTES,
     ),  # else refused at random above the other
-    ("grpc.server_handshake_timeout_ms", 10000),  # who connects sends something, or is closed
+    ("grpc.server_handshake_timeout_ms", 10000),  # a connection that sends nothing is closed
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 2),  # pings more frequent than below, while we send nothing
     ("grpc.http2.min_ping_interval_without_data_ms", 10000),
@@ -42,7 +42,7 @@ _SERVER_OPTIONS = (
 
 
 class GrpcServer:
-    """`port` is bound at once, and nothing is accepted before `start`."""
+    """Binds `port` at once; accepts no call before `start`."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""A gRPC front of the gateway: what any service does with a call (who makes it, how it fails, its
-traces), and baton.v1.Inference's Generate.
+"""The gRPC front of the gateway: baton.v1.Inference's Generate, and what every gRPC service needs
+for a call (its caller, its error status, its trace context).
 
-Owns the translation between its messages and the front door. Beside it there is vLLM's service,
-where its stubs are installed: with the extra `smg`.
+Owns the translation between gRPC messages and the front door. vLLM's service (vllm_engine.py) is
+served beside it if its stubs are installed: the extra `smg`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-_PUSHBACK = "grpc-retry-pushback-ms"  # what gRPC's own retries obey, where a client has them
+_PUSHBACK = "grpc-retry-pushback-ms"  # read by gRPC's retries, if the client has enabled them
 _MAX_TRACE = 512  # characters
 
 
 @asynccontextmanager
-async def answering(context: Context) -> AsyncIterator[None]:
-    """End the call with a typed error's status; no trace or path of ours reaches the caller."""
+async def errors_as_status(context: Context) -> AsyncIterator[None]:
+    """End the call with the status of a typed error; no traceback or path reaches the caller."""
     try:
         yield
     except BatonError as error:
         await abort(context, error)
-    except Exception:  # the edge: a bug costs one call, and its text stays here
+    except Exception:  # a bug fails one call, and its text stays in our log
         log.exception("a call failed by a bug")
         await abort(context, BatonError("internal error"))
 
 
 async def abort(context: Context, error: BatonError) -> None:
-    """End a call with the error's status; what programs want to know is in the trailers."""
+    """End a call with the error's status; the error's fields are in the trailing metadata."""
     metadata = [("baton-error-code", error.code)]
     if error.param:
         metadata.append(("baton-error-param", error.param))
@@ -58,19 +58,19 @@ async def abort(context: Context, error: BatonError) -> None:
 
 
 def caller_of(context: Context, keys: AcceptedKeys | None, door: FrontDoor) -> Caller:
-    """Raises Unauthenticated."""
+    """The caller, by its API key. Raises Unauthenticated."""
     if keys is None:
         return anyone("grpc", context.peer())
     metadata = context.invocation_metadata() or ()
     try:
         return keys.caller([v for k, v in metadata if k == "authorization"], "grpc")
     except Unauthenticated as error:
-        door.turned_away(anyone("grpc"), error)
+        door.count_refusal(anyone("grpc"), error)
         raise
 
 
 def call_options(context: Context) -> dict[str, Any]:
-    """For FrontDoor.generate: the client's deadline, and the W3C trace context of the call."""
+    """Options of FrontDoor.generate: the client's deadline, and the W3C trace context."""
 
     def trace(key: str) -> str:
         values = [value for name, value in context.invocation_metadata() or () if name == key]
@@ -83,28 +83,28 @@ def call_options(context: Context) -> dict[str, Any]:
 
 
 def send_node_names(context: Context, result: RequestResult) -> None:
-    """Who served the call, in its trailers: as ASCII, which is what metadata can carry."""
+    """Send the names of the call's nodes in its trailing metadata, which is ASCII."""
     names = {"x-prefill-node": result.prefill_node, "x-decode-node": result.decode_node or ""}
     ascii_names = [(key, name.encode("ascii", "replace").decode()) for key, name in names.items()]
     context.set_trailing_metadata(tuple(ascii_names))
 
 
 class Parsing(grpc.aio.ServerInterceptor):
-    """Answers bytes that are no message with INVALID_ARGUMENT, in our text. Left to itself, gRPC
-    answers UNKNOWN with a Python class' name, and logs a trace for each."""
+    """Rejects bytes that cannot be parsed with INVALID_ARGUMENT. By default gRPC returns UNKNOWN
+    with the name of a Python class, and logs a traceback for each."""
 
     def __init__(self) -> None:
         self._handlers: dict[str, Any] = {}  # by method
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        found = self._handlers.get(details.method)
-        if found is None and (handler := await continuation(details)) is not None:
-            found = self._handlers[details.method] = _tolerant(handler)
-        return found
+        handler = self._handlers.get(details.method)
+        if handler is None and (original := await continuation(details)) is not None:
+            handler = self._handlers[details.method] = _with_checked_parser(original)
+        return handler
 
 
-def _tolerant(handler: Any) -> Any:
-    """The same with a parser that does not raise; a stream of requests keeps its own."""
+def _with_checked_parser(handler: Any) -> Any:
+    """The handler with a parser that does not raise; unchanged if it takes a stream of requests."""
     if handler.request_streaming:
         return handler
     parse: Any = handler.request_deserializer
@@ -119,26 +119,26 @@ def _tolerant(handler: Any) -> Any:
         except DecodeError:
             return None
 
-    async def judged(request: Any, context: Any) -> Any:
+    async def checked(request: Any, context: Any) -> Any:
         if request is None:
             message = "the bytes are no message of this method"
             await abort(context, InvalidRequest(message, code="invalid_encoding"))
         return await behavior(request, context)
 
-    return make(judged, parse_or_none, handler.response_serializer)
+    return make(checked, parse_or_none, handler.response_serializer)
 
 
 @dataclass(eq=False)
 class GenerateService(inference_pb2_grpc.InferenceServicer):
-    """What baton.v1.Inference is there for; unary_methods.py has its other methods."""
+    """baton.v1.Inference's Generate; unary_methods.py has its other methods."""
 
     _door: FrontDoor
-    _keys: AcceptedKeys | None  # that are required
+    _keys: AcceptedKeys | None  # None: no API key is required
 
     async def Generate(self, wire: inference_pb2.GenerateRequest, context: Context) -> None:
         await self._door.arrivals.take()
         async with (
-            answering(context),
+            errors_as_status(context),
             self._door.generate(wire, self._caller(context), **call_options(context)) as generation,
         ):
             async for chunk in generation.chunks():
@@ -151,7 +151,7 @@ class GenerateService(inference_pb2_grpc.InferenceServicer):
 
 
 def chunk_to_wire(request_id: str, chunk: OutputChunk) -> inference_pb2.GenerateChunk:
-    """A chunk for the client; the last one carries why it ended and the result."""
+    """A chunk for the client. A sample's last one has its finish reason and its result."""
     wire = inference_pb2.GenerateChunk(
         id=request_id,
         text=chunk.text,

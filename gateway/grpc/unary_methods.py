@@ -1,9 +1,11 @@
-"""The public gRPC service, baton.v1.Inference, with all that it answers by one message."""
+"""The public gRPC service, baton.v1.Inference, with its unary methods."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...core.errors import InvalidRequest
 from ...core.membership import Member
 from ...core.request.token_ids import column
 from ...core.version import version
@@ -12,8 +14,9 @@ from ..admission.text_calls import detokenize, tokenize
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
 from ..security.caller import METRICS
-from ..validation.validation import check_names
-from .service import Context, GenerateService, answering
+from .service import Context, GenerateService, errors_as_status
+
+_MAX_ABORTED = 1024  # of one call
 
 
 @dataclass(eq=False)
@@ -26,7 +29,7 @@ class InferenceService(GenerateService):
     async def Abort(
         self, wire: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
-        async with answering(context):
+        async with errors_as_status(context):
             check_names(wire.ids)
             num_aborted = self._door.abort(wire.ids, self._caller(context))
         return inference_pb2.AbortResponse(num_aborted=num_aborted)
@@ -34,7 +37,7 @@ class InferenceService(GenerateService):
     async def GetModelInfo(
         self, wire: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.ModelInfo:
-        async with answering(context):
+        async with errors_as_status(context):
             caller = self._caller(context)
             caller.check_model("", self._door.limits.model)
         limits = self._door.limits
@@ -51,14 +54,14 @@ class InferenceService(GenerateService):
     async def Tokenize(
         self, wire: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        async with answering(context):
+        async with errors_as_status(context):
             ids = await tokenize(self._door, wire.model, wire.text, self._caller(context))
         return inference_pb2.TokenizeResponse(ids=ids)
 
     async def Detokenize(
         self, wire: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        async with answering(context):
+        async with errors_as_status(context):
             ids = column(wire.ids[:])  # a slice is read at once, the field itself id by id
             text = await detokenize(self._door, wire.model, ids, self._caller(context))
         return inference_pb2.DetokenizeResponse(text=text)
@@ -75,3 +78,9 @@ class InferenceService(GenerateService):
             links=() if engine is None else sorted(engine.load.links),
             address=member.address,
         )
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise InvalidRequest for more requests to abort than one call may name."""
+    if len(names) > _MAX_ABORTED:
+        raise InvalidRequest(f"ids has more than {_MAX_ABORTED} items", "ids", "array_too_long")

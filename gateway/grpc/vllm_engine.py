@@ -1,6 +1,6 @@
-"""`vllm.grpc.engine.VllmEngine` over the front door: to smg and its like we are one vLLM engine.
+"""`vllm.grpc.engine.VllmEngine` over the front door: for smg the deployment is one vLLM engine.
 
-Owns the service's methods; messages are vllm_wire.py's. What only an engine of vLLM's could do
+Owns the service's methods; vllm_wire.py converts messages. What only a vLLM engine can do
 (embeddings, profiles, KV events) is UNIMPLEMENTED. Needs the stubs of smg-grpc-proto.
 """
 
@@ -28,7 +28,7 @@ from ..engines.linked_engine import LinkedEngine
 from ..engines.prompt_router import why_not_ready
 from ..security.accepted_keys import AcceptedKeys
 from ..security.caller import INFER, METRICS, Caller
-from .service import Context, answering, call_options, caller_of, send_node_names
+from .service import Context, call_options, caller_of, errors_as_status, send_node_names
 from .vllm_wire import Answer, request_from_vllm
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
@@ -43,7 +43,7 @@ add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
 
 
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
-    """The service: the whole deployment as one engine."""
+    """The service; the whole deployment is one engine."""
 
     def __init__(self, door: FrontDoor, keys: AcceptedKeys | None, table: EngineTable) -> None:
         self._door = door
@@ -54,7 +54,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     async def Generate(self, wire: Any, context: Context) -> None:
         await self._door.arrivals.take()
-        async with answering(context):
+        async with errors_as_status(context):
             caller = self._caller(context)
             request = request_from_vllm(wire)
             async with self._door.generate(request, caller, **call_options(context)) as generation:
@@ -68,7 +68,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                         await context.write(message)
 
     async def Abort(self, wire: Any, context: Context) -> Any:
-        async with answering(context):
+        async with errors_as_status(context):
             self._door.abort(wire.request_ids, self._caller(context))
         return vllm_engine_pb2.AbortResponse()
 
@@ -78,7 +78,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         return vllm_engine_pb2.HealthCheckResponse(healthy=not reason, message=reason or "ready")
 
     async def GetModelInfo(self, wire: Any, context: Context) -> Any:
-        async with answering(context):
+        async with errors_as_status(context):
             self._check_may_use_model(context)
         limits, model, config = self._door.limits, self._door.model, self._config
         return vllm_engine_pb2.GetModelInfoResponse(
@@ -97,7 +97,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         )
 
     async def GetServerInfo(self, wire: Any, context: Context) -> Any:
-        async with answering(context):
+        async with errors_as_status(context):
             self._check_may_use_model(context)
         engines = list(self._table.engines.values())
         return vllm_engine_pb2.GetServerInfoResponse(
@@ -109,8 +109,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         )
 
     async def GetLoads(self, wire: Any, context: Context) -> Any:
-        """All engines as one: what runs where tokens are decoded, what waits anywhere."""
-        async with answering(context):
+        """The load of all engines as one: running requests of decode engines, waiting ones of
+        all."""
+        async with errors_as_status(context):
             self._caller(context).check_scope(METRICS)
         return vllm_engine_pb2.GetLoadsResponse(
             timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
@@ -121,7 +122,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     async def GetTokenizer(self, wire: Any, context: Context) -> None:
         """A zip of the model's text files, in pieces; the last one carries its hash."""
-        async with answering(context):
+        async with errors_as_status(context):
             self._check_may_use_model(context)
             data = await asyncio.to_thread(_zipped, self._door.model.model_dir)
             for first in range(0, len(data), _ZIP_CHUNK_BYTES):
@@ -131,7 +132,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                 await context.write(common_pb2.GetTokenizerChunk(data=piece, sha256=digest))
 
     async def _unimplemented(self, wire: Any, context: Context) -> None:
-        """What smg calls and can do without, like the events of our prefix caches."""
+        """Methods that smg calls but does not need, like the events of prefix caches."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Baton has no such method")
 
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _unimplemented
@@ -147,7 +148,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
 
 def _id(value: Any) -> int:
-    """Of the only or the first special token; 0 where there is none, as in the protocol."""
+    """The id of the only or first special token; 0 if there is none, as in the protocol."""
     first = value[0] if isinstance(value, list) and value else value
     return first if type(first) is int else 0
 
@@ -170,7 +171,7 @@ def _load(engines: list[LinkedEngine]) -> Any:
 
 
 def _zipped(model_dir: Path) -> bytes:
-    """What text needs, without weights."""
+    """The files that a tokenizer needs, without weights."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in _TOKENIZER_FILES:

@@ -1,7 +1,7 @@
-"""Between vLLM's gRPC messages and the gateway's own. Knows both formats, judges only theirs.
+"""Conversion between vLLM's gRPC messages and the gateway's. Validates only what is vLLM's.
 
-Sampling parameters have one name and meaning on both sides; in vLLM's message a plain field that
-is 0 is one that was not set. Chunks of a stream count their own tokens; their reader sums up.
+Sampling parameters have the same names and meanings on both sides; in vLLM's message a plain field
+that is 0 is not set. A chunk has its own number of tokens; the reader adds them up.
 Needs the stubs of smg-grpc-proto (the extra `smg`).
 """
 
@@ -14,13 +14,14 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2
 
 from ...core.errors import InvalidRequest
-from ...core.request.request import SAMPLING, TokenLogprobs
+from ...core.request.request import TokenLogprobs
+from ...core.request.sampling_params import SAMPLING
 from ...core.request.token_ids import pack
 from ...proto.v1 import common_pb2, inference_pb2
 from ..request.output_chunk import OutputChunk, RequestResult
 
 _ANY_OBJECT = '{"type": "object"}'
-# What we would have to do otherwise, or must not take from a client.
+# Not implemented here, or not allowed from a client.
 _UNSUPPORTED = (
     *("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs"),
     "media_refs",
@@ -28,7 +29,7 @@ _UNSUPPORTED = (
 
 
 def request_from_vllm(theirs: Any) -> inference_pb2.GenerateRequest:
-    """vLLM's GenerateRequest as ours. Raises InvalidRequest for what ours cannot carry."""
+    """vLLM's GenerateRequest as ours. Raises InvalidRequest for fields that ours does not have."""
     given = {descriptor.name for descriptor, _ in theirs.ListFields()}
     if unsupported := sorted(given.intersection(_UNSUPPORTED)):
         raise _unsupported(unsupported[0])
@@ -84,14 +85,14 @@ def _not_negative(name: str) -> InvalidRequest:
 
 @dataclass(slots=True)
 class Answer:
-    """One sample of a call, as messages. `is_stream`: chunks as they come, else all at the end."""
+    """The messages of one sample. `is_stream`: a message for each chunk, else one at the end."""
 
     prompt_token_ids: Sequence[int]
     is_stream: bool
     _kept: list[OutputChunk] = field(default_factory=list)
 
     def messages(self, chunk: OutputChunk) -> Iterable[Any]:
-        """What is to be sent when `chunk` has come: GenerateResponses."""
+        """The GenerateResponses to send after `chunk`."""
         if not self.is_stream:
             self._kept.append(chunk)
         elif chunk.token_ids or chunk.prompt_logprobs:
@@ -112,7 +113,7 @@ class Answer:
         )
 
     def _complete(self, chunks: Sequence[OutputChunk], result: RequestResult) -> Any:
-        """Of a stream: the last chunk's tokens, which its reader has counted already."""
+        """The last message; of a stream it has the last chunk's tokens, which were sent before."""
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         stop = result.matched_stop
         name = "matched_token_id" if isinstance(stop, int) else "matched_stop_str"
@@ -129,7 +130,7 @@ class Answer:
         )
 
     def _input_logprobs(self, chunks: Sequence[OutputChunk]) -> Any:
-        """Of all prompt tokens; the first has none."""
+        """The log-probabilities of all prompt tokens; the first has none."""
         found = [logprobs for chunk in chunks for logprobs in chunk.prompt_logprobs]
         if not found:
             return None

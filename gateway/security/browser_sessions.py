@@ -1,12 +1,11 @@
-"""A browser holds a cookie in place of a key after the login, for some hours:
+"""Browser sessions: after the login a browser has a cookie in place of the key, for some hours.
 
     cookie = expiry . reference of the key . tag of both
 
-Reference and tag are HMACs with a secret of this gateway, or of those that share a port: nothing
-about the key can be learnt from a cookie. Nothing is kept here: a cookie ends by its time, with its
-key, or with that secret. It never carries more than the scope `metrics`, so a page that misuses it
-changes nothing.
-"""
+Reference and tag are HMACs with a secret of this gateway, or of those that share a port, so a
+cookie reveals nothing about the key. The gateway stores nothing: a cookie ends by its expiry, with
+its key, or with that secret. Its only scope is `metrics`, so a page that misuses it can change
+nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +25,8 @@ _MAX_COOKIE_CHARS = 256
 
 
 class BrowserSessions:
-    """Gives and judges cookies. Times are of the monotonic clock, which a host has in common."""
+    """Makes and checks cookies. Times are of the monotonic clock, which all processes of a host
+    share."""
 
     def __init__(self, keys: AcceptedKeys, clock: Clock, secret: bytes | None = None) -> None:
         self._keys = keys
@@ -34,7 +34,7 @@ class BrowserSessions:
         self._secret = secret or secrets.token_bytes(32)
 
     def open(self, key: str) -> str:
-        """A cookie for who shows a key; raises Unauthenticated, PermissionDenied."""
+        """A cookie for a key; raises Unauthenticated, PermissionDenied."""
         found = self._keys.key(key)
         found.caller.check_scope(METRICS)
         until = str(int(self._clock.monotonic_s() + SESSION_S))
@@ -42,7 +42,7 @@ class BrowserSessions:
         return f"{text}.{self._tag(text)}"
 
     def caller(self, cookie: str) -> Caller:
-        """Who holds this cookie; raises Unauthenticated."""
+        """The caller with this cookie; raises Unauthenticated."""
         text, _, tag = cookie.rpartition(".")
         if len(cookie) > _MAX_COOKIE_CHARS or not hmac.compare_digest(
             tag.encode("utf-8", "surrogatepass"), self._tag(text).encode()

@@ -1,14 +1,11 @@
-"""Who makes a call, and what one may do."""
+"""The caller of a request, and what it may do."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Container
 from dataclasses import dataclass
 
 from ...core.errors import ModelNotFound, PermissionDenied
-
-_CALLER_ID_BYTES = 8
 
 INFER, METRICS, ADMIN = "infer", "metrics", "admin"
 SCOPES = frozenset({INFER, METRICS, ADMIN})
@@ -16,7 +13,7 @@ SCOPES = frozenset({INFER, METRICS, ADMIN})
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a tenant may use at one gateway; None: as much as there is."""
+    """The limits of a tenant at one gateway; None: unlimited."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -25,11 +22,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a call. `tenant`: whose limits and whose prefix cache; empty where no keys are
-    required. `front`: "grpc" or "http", empty in a key file.
+    """The maker of a call. `tenant`: the owner of its limits and its prefix cache; empty if no API
+    keys are required. `front`: "grpc" or "http", empty in a key file.
 
-    `models`: the names that it may use; None: all. `caller_id`: 64 bits between which queues are
-    fair: of the API key, the same at all gateways, or of the connection.
+    `models`: the names that it may use; None: all. `caller_id`: 64 bits; queues are fair between
+    these ids. Of an API key it is the same at all gateways; without keys it is of the connection.
     """
 
     tenant: str
@@ -40,7 +37,7 @@ class Caller:
     caller_id: int = 0
 
     def check_scope(self, scope: str) -> None:
-        """Raise PermissionDenied unless the credential has this scope."""
+        """Raise PermissionDenied unless the API key has this scope."""
         if scope not in self.scopes:
             raise PermissionDenied(f"this API key has no scope `{scope}`")
 
@@ -48,21 +45,15 @@ class Caller:
         return self.models is None or model in self.models
 
     def check_model(self, requested: str, model: str, adapters: Container[str] = ()) -> None:
-        """Raise ModelNotFound unless what is `requested` is served, and it may use that: `model`,
-        which an empty name means too, or one of its `adapters`."""
+        """Raise ModelNotFound unless the `requested` model is served and the caller may use it. It
+        is `model`, also for an empty name, or one of its `adapters`."""
         served = requested if requested in adapters else model
         if requested not in ("", served) or not self.may_use(served):
             raise ModelNotFound(f"The model `{requested[:64]}` does not exist.", param="model")
 
 
 def anyone(front: str, connection: str = "") -> Caller:
-    """The caller of a deployment without API keys: everybody may do everything. `connection` names
-    the one that it calls on: nothing else tells callers apart."""
-    # Python's hash of a text has a key of this process: no other gateway gives the same ids.
+    """The caller in a deployment without API keys: it may do everything. `connection`: its peer
+    name, which alone distinguishes callers."""
+    # Python's hash of a string is keyed by process: other gateways give other ids.
     return Caller("", SCOPES, front, caller_id=hash(connection) % (1 << 64))
-
-
-def caller_id_of(key_digest: bytes) -> int:
-    """64 bits that stand for it, at all gateways."""
-    digest = hashlib.blake2b(key_digest, digest_size=_CALLER_ID_BYTES).digest()
-    return int.from_bytes(digest, "little")

@@ -3,9 +3,9 @@
     {"tenants": {"acme": {"models": ["demo"], "requests_per_minute": 60}},
      "keys": [{"id": "3f9a0c12", "sha256": "...", "tenant": "acme", "scopes": ["infer"]}]}
 
-A key is 256 random bits, so one round of SHA-256 protects it: nobody can guess through that many,
-and slow hashes (bcrypt, scrypt) exist for passwords that people choose. They would only make each
-request pay. Owns the format and its check, and which keys are in force; knows no request.
+A key has 256 random bits, so one round of SHA-256 protects it: they cannot be guessed. Slow hashes
+(bcrypt, scrypt) are for passwords that people choose, and would cost time with every request. Owns
+the format and its check, and which keys are in force; knows no request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from msgspec import Meta, Raw, Struct
 
 from ...cluster.watched_files import WatchedFiles
 from ...core.errors import StartupFailed
-from .caller import Caller, Limits, caller_id_of
+from .caller import Caller, Limits
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +40,13 @@ KEY_PREFIX = "bk-"
 MAX_FILE_BYTES = 4 << 20
 
 _KEY_BYTES = 32
+_CALLER_ID_BYTES = 8
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """The SHA-256 of a key, and who its holder is."""
+    """The SHA-256 of a key, and its holder."""
 
     digest: bytes
     caller: Caller
@@ -74,16 +75,23 @@ class _File(Struct, forbid_unknown_fields=True):
 
 
 class BadKeyFile(Exception):
-    """The file is not what it should be; the text has where."""
+    """The file is invalid; the text has the place."""
 
 
 def digest_of(key: str) -> bytes:
-    """What the file holds of a key."""
+    """The hash of a key that the file has."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
+def caller_id_of(key_digest: bytes) -> int:
+    """The `Caller.caller_id` of a key's holder: the same at all gateways."""
+    digest = hashlib.blake2b(key_digest, digest_size=_CALLER_ID_BYTES).digest()
+    return int.from_bytes(digest, "little")
+
+
 def load_keys(path: Path) -> tuple[ApiKey, ...]:
-    """The keys in the file; raises BadKeyFile, also where others could write to it."""
+    """The keys in the file; raises BadKeyFile, also if users other than its owner may write to
+    it."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -111,9 +119,9 @@ def add_key(
     models: frozenset[str] | None = None,
     limits: Mapping[str, int] | None = None,
 ) -> str:
-    """Draw a key, write its hash, return it: nothing can show it again.
+    """Draw a key, write its hash, and return the key, which is stored nowhere.
 
-    `models` and `limits` are of the tenant, and replace only what they name. Raises StartupFailed.
+    `models` and `limits` are the tenant's, and replace only those given. Raises StartupFailed.
     """
     key = KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
     digest = digest_of(key).hex()
@@ -139,7 +147,7 @@ def add_key(
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One writer at a time, by a lock on the folder: the file itself is replaced."""
+    """Exclude other writers, by a lock on the folder, as the file itself is replaced."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -149,7 +157,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, raw: bytes) -> None:
-    """Readers see the old file or the new one, never a part. A file that is new has mode 0600."""
+    """Replace the file atomically: readers see the old or the new one. A new file has mode 0600."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -172,7 +180,7 @@ def _decode(raw: bytes | Raw, kind: type[_T], where: str) -> _T:
 
 
 def _tenant(name: str, entry: Raw) -> Caller:
-    """The caller of the tenant's keys, without what is a key's own."""
+    """The caller of a tenant's keys, without the scopes and id of a key."""
     where = f"tenant {name!r:.80}"
     if not _TENANT.match(name):
         raise BadKeyFile(f"{where}: a name is 1 to 64 of A-Z a-z 0-9 _ . -")
@@ -191,8 +199,8 @@ def _key(entry: Raw, tenants: Mapping[str, Caller], where: str) -> ApiKey:
 
 
 class KeyRing:
-    """Those in force: of a file, read anew when it has changed. One that cannot be used leaves the
-    last keys in force, and is logged; at the beginning it raises StartupFailed."""
+    """The keys in force: of a file that is read again when it has changed. If it is invalid then,
+    it is logged and the last keys stay in force; at start it raises StartupFailed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -206,7 +214,7 @@ class KeyRing:
             ) from error
 
     def current(self) -> tuple[ApiKey, ...]:
-        """Those that are in force."""
+        """The keys that are in force now."""
         if self._files.have_changed():
             try:
                 self._keys = load_keys(self._path)

@@ -1,12 +1,12 @@
-"""Tenants of a gateway that requires keys: their limits, and their part of the prefix cache.
+"""Tenants of a gateway that requires API keys: their limits and their part of the prefix cache.
 
     admitted ──► charge(prompt + all it may generate) ──► used_tokens = what it was ──► left
     a request,   or RateLimited                           the difference is given back
     one of those
     at once
 
-A limit per minute is a bucket that fills steadily and holds one minute's worth. Each gateway counts
-for itself, also where several share a port.
+A limit per minute is a token bucket that holds one minute's worth. Each gateway counts by itself,
+also if several share a port.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .caller import Caller
 
 _MINUTE_S = 60.0
 _SALT_DIGITS = 32
-_TOO_MANY_AT_ONCE_S = 1.0  # what is running ends when it ends: a guess
+_TOO_MANY_AT_ONCE_S = 1.0  # a guess: the end of running requests is not known
 
 
 @dataclass(slots=True)
 class _Usage:
-    """One tenant's. Buckets exist where there is a limit."""
+    """The usage of one tenant. There is a bucket for each limit that is set."""
 
     num_running: int = 0
     requests: TokenBucket | None = None
@@ -39,7 +39,7 @@ class _Usage:
 
 @dataclass(slots=True)
 class TenantAdmission:
-    """One request of a tenant. `used_tokens`: of those that it was charged for."""
+    """One request of a tenant. `used_tokens`: of the charged ones, those that it used."""
 
     _tokens: TokenBucket | None
     _clock: Clock
@@ -47,7 +47,7 @@ class TenantAdmission:
     used_tokens: int = 0
 
     def charge(self, num_tokens: int) -> None:
-        """The prompt and all that may be generated; raises RateLimited."""
+        """Charge for the prompt and all that may be generated; raises RateLimited."""
         now_s = self._clock.monotonic_s()
         if self._tokens is not None:
             _check(self._tokens, num_tokens, now_s, "tokens per minute")
@@ -55,14 +55,14 @@ class TenantAdmission:
             self._charged_tokens = num_tokens
 
     def settle(self) -> None:
-        """The request is over: give back what it did not use."""
+        """Give back the unused tokens at the end of the request."""
         if self._tokens is not None:
             now_s = self._clock.monotonic_s()
             self._tokens.spend(self.used_tokens - self._charged_tokens, now_s)
 
 
 def salt_of_tenant(salt_key: bytes, tenant: str) -> str:
-    """What the salts of all its prompts begin with."""
+    """The prefix of the salts of all the tenant's prompts."""
     return _keyed(salt_key, f"tenant {tenant}")[:TAG_DIGITS]
 
 
@@ -72,7 +72,7 @@ def _keyed(key: bytes, text: str) -> str:
 
 @dataclass(slots=True)
 class Tenancy:
-    """`salt_key`: what all gateways of the deployment key salts with; nodes do not need it.
+    """`salt_key`: the key of the salts, the same in all gateways; nodes do not need it.
 
     `shares_prefixes`: tenants may hit each other's cached prefixes.
     """
@@ -83,7 +83,7 @@ class Tenancy:
     _usage: dict[str, _Usage] = field(default_factory=dict)
 
     def check(self, caller: Caller) -> None:
-        """Raises RateLimited where `admitted` would, and spends nothing."""
+        """Raises RateLimited if `admitted` would; spends nothing."""
         usage = self._usage_of(caller)
         now_s = self.clock.monotonic_s()
         most = caller.limits.max_concurrent_requests
@@ -98,8 +98,8 @@ class Tenancy:
 
     @contextmanager
     def admitted(self, caller: Caller) -> Iterator[TenantAdmission]:
-        """A request of this caller, for as long as it runs. Raises RateLimited at once, if at all:
-        nothing of the request was looked at yet."""
+        """Admit a request of this caller for the duration of the block. Raises RateLimited before
+        the request is parsed."""
         self.check(caller)
         usage = self._usage[caller.tenant]
         if usage.requests is not None:
@@ -113,11 +113,12 @@ class Tenancy:
             admission.settle()
 
     def cache_salt(self, caller: Caller, requested: str) -> str:
-        """What goes into the hashes of a prompt's blocks; empty: shared by all who have it empty.
+        """The salt of the hashes of a prompt's blocks; all requests with an empty salt share
+        blocks.
 
-        `requested` is the client's own salt, which narrows further; never used as it is, so that no
-        client can name another's. It begins alike for all of a tenant's, so that those who list the
-        index see whose blocks are whose.
+        `requested`: the client's own salt, which narrows the sharing. It is hashed with a key, so
+        that no client can name the salt of another. All salts of a tenant have the same prefix,
+        which shows the owner of a block in the index.
         """
         tenant = caller.tenant if requested or not self.shares_prefixes else ""
         if not tenant and not requested:
@@ -126,7 +127,8 @@ class Tenancy:
         return salt_of_tenant(self.salt_key, tenant) + rest
 
     def _usage_of(self, caller: Caller) -> _Usage:
-        """With the limits as they are now: the key file may have changed."""
+        """The usage of the caller's tenant, with its current limits: the key file may have
+        changed."""
         usage = self._usage.setdefault(caller.tenant, _Usage())
         usage.requests = self._bucket(usage.requests, caller.limits.requests_per_minute)
         usage.tokens = self._bucket(usage.tokens, caller.limits.tokens_per_minute)
@@ -137,7 +139,7 @@ class Tenancy:
             return None
         if bucket is None:
             return TokenBucket(per_minute, _MINUTE_S, self.clock.monotonic_s())
-        bucket.size = per_minute  # the key file may have another now
+        bucket.size = per_minute  # the key file may have changed
         return bucket
 
 

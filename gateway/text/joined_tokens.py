@@ -1,7 +1,7 @@
-"""Tokens that are no text of their own: what they are depends on those beside them.
+"""Tokens without a text of their own: it depends on their neighbours.
 
-A character whose bytes are not all there yet is held back. The prompt's last tokens are the
-context: some tokenizers write a word's leading space only behind another word.
+A character is held back until all its bytes have arrived. The prompt's last tokens are the context:
+some tokenizers write the leading space of a word only after another word.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from tokenizers.decoders import DecodeStream
 from .library_failures import REPLACEMENT, decode_few, is_failure
 
 NUM_CONTEXT_TOKENS = 8
-_MAX_HELD_TOKENS = 32  # without a text that is whole; some vocabularies cut most characters
+_MAX_HELD_TOKENS = 32  # without complete text; some vocabularies split most characters
 _MAX_CHARACTER_BYTES = 4  # of UTF-8, so at most as many tokens
 
 
 class JoinedTokens:
-    """Those of one request. `held`: the last of them, whose text was not given yet."""
+    """The tokens of one request. `held`: the last ones, whose text has not been returned yet."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class JoinedTokens:
             context = []  # ends inside a character: the stream would repeat it as output
         self._stream = self._stream_after(context)
         self.held: list[int] = []
-        self._num_shown = 0  # characters of it that were shown nevertheless
+        self._num_shown = 0  # characters of `held` that were returned already
 
     def step(self, token_id: int) -> str:
         """The text that this token completes."""

@@ -1,5 +1,5 @@
-"""How many tokens a text has at least, by its tokenizer.json: what is too long is refused before it
-is tokenised."""
+"""A lower bound of the number of tokens of a text, from tokenizer.json: a text that is too long is
+refused before it is tokenised."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ _KEEPING_UNLESS_REMOVED = {"Split", "Punctuation"}
 
 @dataclass(frozen=True, slots=True)
 class LeastTokens:
-    """How many tokens a text has at least, by its bytes: no tokenizer needs to run.
+    """The lower bound by the bytes of a text, without running the tokenizer.
 
     Each byte weighs 1 / (bytes of the longest token that contains it). The bytes of a token weigh
-    at most 1 together, so that what fits is never refused, and a vocabulary's long runs of spaces
-    make no room for as many letters. Where a text may lose bytes on the way to its tokens (unknown
-    characters, whitespace that is cut off, normalizers that are not looked through) they weigh
-    nothing. `composes`: the tokens are of text in Unicode's NFC.
-    """
+    at most 1 together, so that a text that fits is never refused, and long runs of spaces in the
+    vocabulary do not loosen the bound for letters. Bytes that may be lost before tokenising
+    (unknown characters, stripped whitespace, normalizers that are not analysed) weigh nothing.
+    `composes`: the tokens are of text in Unicode's NFC."""
 
     weights: NDArray[np.float32]  # [256]
     composes: bool = False
 
     def exceed(self, text: str, most: int) -> bool:
-        """Whether the text has more than `most` tokens for sure.
+        """Whether the text certainly has more than `most` tokens.
 
-        Goes on a slice at a time, so that other threads get their turns.
+        Works in slices, so that other threads can run in between.
         """
         least = 0.0
         for start in range(0, len(text), _SLICE_CHARS):
@@ -59,7 +58,7 @@ class LeastTokens:
 
 
 def least_tokens(spec: Mapping[str, Any]) -> LeastTokens | None:
-    """The bound for a tokenizer.json; None where its texts may lose anything, or for no BPE."""
+    """The bound for a tokenizer.json; None if a text may lose bytes, or if it is not BPE."""
     model, normalizer = spec["model"], _parts(spec.get("normalizer"), "normalizers")
     pre_tokenizers = _parts(spec.get("pre_tokenizer"), "pretokenizers")
     is_bpe = model.get("type") == "BPE" and not any(
@@ -86,7 +85,7 @@ def least_tokens(spec: Mapping[str, Any]) -> LeastTokens | None:
     tokens += [token["content"].encode() for token in added]
     weights = _weights(tokens, known)
     if any(token.get("lstrip") or token.get("rstrip") for token in added):
-        weights[list(set(_WHITESPACE.encode()))] = 0  # such a token takes all that stands beside it
+        weights[list(set(_WHITESPACE.encode()))] = 0  # such a token absorbs whitespace beside it
     return LeastTokens(weights, composes=any(part["type"] == "NFC" for part in normalizer))
 
 
@@ -101,7 +100,7 @@ def _weights(tokens: Iterable[bytes], known: set[int]) -> NDArray[np.float32]:
 
 
 def _parts(part: Mapping[str, Any] | None, name: str) -> Sequence[Mapping[str, Any]]:
-    """A sequence's members, of whatever depth."""
+    """The members of a sequence, of any depth."""
     if part is None:
         return ()
     if part["type"] != "Sequence":

@@ -1,4 +1,4 @@
-"""What stands in a `Tokenizer`'s place where there is none."""
+"""Replaces a `Tokenizer` in a gateway without one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .token_text import TokenText
 
 
 class NoTokenizer:
-    """Token ids are served, text is refused."""
+    """Serves token ids, and refuses text."""
 
     async def encode(
         self, text: str, *, param: str = "prompt", **options: object
@@ -24,7 +24,7 @@ class NoTokenizer:
         raise no_text(param)
 
     def token(self, token_id: int) -> TokenText:
-        """Its id stands for it."""
+        """The id as a text."""
         name = f"token_id:{token_id}"
         return TokenText(name, name.encode())
 
@@ -32,7 +32,7 @@ class NoTokenizer:
         return None
 
     def detokenizer(self, prompt_token_ids: Sequence[int], **options: object) -> NoTokenizer:
-        """Itself, with no text for any token."""
+        """Itself: each token has an empty text."""
         return self
 
     def step(self, token_id: int) -> str:
@@ -43,7 +43,7 @@ class NoTokenizer:
 
 
 def no_text(param: str) -> InvalidRequest:
-    """What a gateway without a tokenizer answers to text."""
+    """The error for text, in a gateway without a tokenizer."""
     return InvalidRequest(
         "this gateway has no tokenizer: give the prompt as token ids, without stop strings", param
     )

@@ -1,15 +1,16 @@
-"""A model's special tokens, and encoding where only marked places of a text may become them.
+"""A model's special tokens, and encoding in which only marked spans of a text become special
+tokens.
 
     "<|im_start|>user\\n<|im_start|>"   special_at = [(0, 12)]
      id 151644        <, |, im, _start ...
-A second tokenizer of the same vocabulary knows each special token by a secret name alone, drawn at
-start. The marked places are given these names, and the library does the rest as it always does:
-spaces that a token takes with it, what counts as a text's beginning, merges. Without the names
-nothing that a user writes is a special token there, and the ids are the model's own.
+A second tokenizer with the same vocabulary has secret names for the special tokens, drawn at start.
+The marked spans are replaced by these names, and the library encodes the text as usual: spaces that
+a token absorbs, the beginning of a text, merges. A user does not know the names, so nothing else in
+the text becomes a special token; the ids are the model's own.
 
-Special are tokens that tokenizer.json calls so, and those that tokenizer_config.json names as the
-begin, end, padding and unknown token. Other added tokens (`<think>`, `<tool_call>`) are words that
-models write and clients send back: they are read wherever they stand.
+Special are the tokens that tokenizer.json marks so, and the begin, end, padding and unknown tokens
+of tokenizer_config.json. Other added tokens (`<think>`, `<tool_call>`) are words that models write
+and clients send back: they are recognised anywhere.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def special_texts(model_dir: Path) -> frozenset[str]:
-    """The texts of a model's special tokens; empty where there is no tokenizer."""
+    """The texts of a model's special tokens; empty without a tokenizer."""
     path = model_dir / "tokenizer.json"
     return specials_of(read_json(path), model_dir) if path.is_file() else frozenset()
 
 
 def specials_of(spec: Mapping[str, Any], model_dir: Path) -> frozenset[str]:
-    """The same of a tokenizer.json that was read."""
+    """The texts of the special tokens of a parsed tokenizer.json."""
     path = model_dir / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}
     named = {token_text(config.get(name)) for name in NAMED_TOKENS}
@@ -50,7 +51,7 @@ def specials_of(spec: Mapping[str, Any], model_dir: Path) -> frozenset[str]:
 
 
 def token_text(value: Any) -> str:
-    """A token is written as a string or as an object around one; else empty."""
+    """The text of a token, which is a string or an object with one; else empty."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else ""
 
@@ -62,10 +63,10 @@ def any_of(texts: Sequence[str]) -> re.Pattern[str]:
 
 
 class MarkedEncoder:
-    """Texts as a library takes them for which special tokens have secret names."""
+    """A tokenizer in which special tokens have secret names, and the texts for it."""
 
     def __init__(self, spec: Mapping[str, Any], specials: frozenset[str]) -> None:
-        """Raises ValueError where the vocabulary cannot be had under other names."""
+        """Raises ValueError if the special tokens cannot be renamed."""
         key = secrets.token_hex(16)
         self._names = {text: f"{key}{i:08x}" for i, text in enumerate(sorted(specials))}
         self.library = tokenizers.Tokenizer.from_str(json.dumps(_renamed(spec, self._names)))
@@ -77,7 +78,7 @@ class MarkedEncoder:
                 raise ValueError(f"token {token['id']} cannot be renamed")
 
     def named(self, text: str, special_at: Spans) -> str:
-        """The text for `library`. What stands at `special_at` are special tokens' texts."""
+        """The text for `library`. The spans `special_at` are the texts of special tokens."""
         pieces: list[str] = []
         last = 0
         for start, end in special_at:
@@ -88,15 +89,15 @@ class MarkedEncoder:
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """How a model's are read in texts. `marked`: None where its vocabulary cannot be had under
-    other names. `are_refused`: texts in which they are not marked must not have any of `ids`."""
+    """The special tokens of a model. `marked`: None if they cannot be renamed. `are_refused`: a
+    text without marked spans must not have any of `ids`."""
 
     ids: frozenset[int]
     marked: MarkedEncoder | None
     are_refused: bool
 
     def named(self, text: str, special_at: Spans) -> tuple[tokenizers.Tokenizer, str]:
-        """The library that takes the text for this one, and what to give it."""
+        """The tokenizer for the marked text, and the text for it. Raises InvalidRequest."""
         if self.marked is None:
             raise InvalidRequest(
                 "this model's special tokens cannot be told from text: use /v1/completions",
@@ -106,7 +107,8 @@ class SpecialTokens:
         return self.marked.library, self.marked.named(text, special_at)
 
     def check_none(self, encoding: tokenizers.Encoding, param: str) -> None:
-        """What the tokenizer itself put around the text is masked."""
+        """Raise InvalidRequest if the text has a special token, except those that the tokenizer
+        added."""
         if self.ids.isdisjoint(encoding.ids):
             return
         pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
@@ -119,7 +121,7 @@ class SpecialTokens:
 
 
 def _renamed(spec: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """tokenizer.json with special tokens under these names, wherever their ids are looked up."""
+    """tokenizer.json with these names for special tokens, wherever their ids are looked up."""
     renamed = {key: value for key, value in spec.items() if key not in ("added_tokens", "model")}
     renamed["added_tokens"] = copy.deepcopy(spec.get("added_tokens") or [])
     for token in renamed["added_tokens"]:

@@ -1,8 +1,7 @@
-"""Where a text ends by a stop string.
+"""The search for stop strings in a text that arrives in pieces.
 
-What could be the beginning of a stop string is held back. The match that is complete first wins; of
-those that end at the same character, the longest. So the outcome does not depend on how the text
-was cut into pieces.
+Text that may be the beginning of a stop string is held back. The match that ends first wins, and of
+matches that end at the same character the longest. So the result does not depend on the pieces.
 
     stop "END"     fed "a E"  ->  shown "a "   held "E"
                    fed "N"    ->  shown ""     held "EN"
@@ -11,19 +10,51 @@ was cut into pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+
+class StopSearch:
+    """The search of one request's text, token by token. The text of the first `min_tokens` tokens
+    is not searched; `includes_stop`: the stop string that is found is shown."""
+
+    def __init__(self, stops: Sequence[str], min_tokens: int, includes_stop: bool) -> None:
+        self._matcher = StopMatcher(stops)
+        self._num_unsearched = min_tokens
+        self._includes_stop = includes_stop
+
+    def feed(self, texts: Iterable[str]) -> tuple[str, int, str | None]:
+        """Take the texts of the next tokens, up to the one that completes a stop string. Returns
+        what can be shown now, the number of tokens taken, and the stop string."""
+        shown: list[str] = []
+        for text in texts:
+            stop = None
+            if self._num_unsearched:
+                self._num_unsearched -= 1
+            else:
+                text, stop = self._matcher.feed(text)
+            shown.append(text)
+            if stop is not None:
+                num_tokens = len(shown)
+                if self._includes_stop:
+                    shown.append(stop)
+                return "".join(shown), num_tokens, stop
+        return "".join(shown), len(shown), None
+
+    def flush(self) -> str:
+        """What was held back, once the text has ended."""
+        return self._matcher.flush()
 
 
 @dataclass(slots=True)
 class StopMatcher:
-    """One request's matcher. After a match nothing more may be fed."""
+    """The matcher of one request. Do not feed it after a match."""
 
     stops: Sequence[str]
     _held: str = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Take more text; return what can be shown now, and the stop string that matched."""
+        """Add text; return the text that can be shown now, and the stop string that matched."""
         buffer = self._held + text
         found = [(buffer.find(stop), stop) for stop in self.stops]
         ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
@@ -36,12 +67,12 @@ class StopMatcher:
         return buffer[:num_shown], None
 
     def flush(self) -> str:
-        """The text ended: what was held back was no stop string after all."""
+        """The text that was held back: the output has ended without a match."""
         held, self._held = self._held, ""
         return held
 
     def _num_held(self, buffer: str) -> int:
-        """Length of the longest end of `buffer` that begins a stop string."""
+        """The length of the longest suffix of `buffer` that is a prefix of a stop string."""
         longest = max((len(stop) for stop in self.stops), default=0) - 1
         for length in range(min(longest, len(buffer)), 0, -1):
             end = buffer[-length:]

@@ -1,4 +1,4 @@
-"""Token ids to text: a request's tokens as they come, cut at a stop string."""
+"""Token ids to text, incrementally: one request's output, up to a stop string."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tokenizers import decoders
 
 from .joined_tokens import NUM_CONTEXT_TOKENS, JoinedTokens
 from .library_failures import REPLACEMENT
-from .stop_strings import StopMatcher
+from .stop_strings import StopSearch
 
 
 class TextPiece(NamedTuple):
-    """What some tokens brought. `num_tokens` of them count: all, or up to the stop string's end."""
+    """The text of some tokens. `num_tokens`: those that count, up to the end of the stop string."""
 
     text: str
     num_tokens: int
@@ -22,11 +22,11 @@ class TextPiece(NamedTuple):
 
 
 class TextStream:
-    """One request's text so far: with what is held back. `step` gives the text that the next token
-    completes, as a Detokenizer's does.
+    """The text of one request. `step` returns the text that the next token completes, like
+    Detokenizer.step.
 
-    The text of the first `min_tokens` tokens is not searched for stop strings. The one that is
-    found is not shown, nor is the token of `stop_ids` that ends the output, unless `includes_stop`.
+    The text of the first `min_tokens` tokens is not searched for stop strings. The stop string, or
+    the token of `stop_ids` that ends the output, is part of the text only if `includes_stop`.
     """
 
     def __init__(
@@ -38,45 +38,33 @@ class TextStream:
         includes_stop: bool = False,
         stop_ids: Collection[int] = (),
     ) -> None:
-        # The next token's text, of a stream that is not searched.
+        # The text of the next token, if the stream is not searched for stop strings.
         self.next: Callable[[int], str] = step
         if stop_ids and not includes_stop:
             hidden = frozenset(stop_ids)
             self.next = lambda token: "" if token in hidden else step(token)
-        self._matcher = StopMatcher(stops) if stops else None
-        self.is_searched = bool(stops)  # for stop strings: then `next` is not enough
-        self._num_unsearched = min_tokens
-        self._includes_stop = includes_stop
+        self.is_searched = bool(stops)  # then use `feed`, not `next`
+        self._search = StopSearch(stops, min_tokens, includes_stop) if stops else None
 
     def feed(self, token_ids: Sequence[int]) -> TextPiece:
-        """Take the next tokens; those behind the one that completes a stop string do not count."""
-        if self._matcher is None:
-            return TextPiece("".join(map(self.next, token_ids)), len(token_ids), None)
-        shown: list[str] = []
-        for count, token_id in enumerate(token_ids, 1):
-            text, stop = self.next(token_id), None
-            if self._num_unsearched:
-                self._num_unsearched -= 1
-            else:
-                text, stop = self._matcher.feed(text)
-            shown.append(text)
-            if stop is not None:
-                if self._includes_stop:
-                    shown.append(stop)
-                return TextPiece("".join(shown), count, stop)
-        return TextPiece("".join(shown), len(token_ids), None)
+        """The text of the next tokens. Tokens after one that completes a stop string do not
+        count."""
+        texts = map(self.next, token_ids)
+        if self._search is None:
+            return TextPiece("".join(texts), len(token_ids), None)
+        return TextPiece(*self._search.feed(texts))
 
     def flush(self) -> str:
-        """The last of the text, once no more tokens come."""
-        return "" if self._matcher is None else self._matcher.flush()
+        """The rest of the text after the last token: what was held back for a stop string."""
+        return "" if self._search is None else self._search.flush()
 
 
 class WholeTexts(dict[int, str | None]):
-    """By token id, a token's text wherever it stands; None for one that depends on the others.
+    """Token id -> the token's text if it is the same in any context, else None.
 
-    With byte-level vocabularies (GPT-2's) a text's bytes are its tokens' bytes, one by one, and
-    a token of whole characters is always the same text. `hidden_ids` have none, nor have ids that
-    the tokenizer does not know. Filled as ids are looked up, so at most as long as the vocabulary.
+    In byte-level vocabularies (GPT-2's) the bytes of a text are those of its tokens, so a token of
+    whole characters always has the same text. `hidden_ids`, and ids that the tokenizer does not
+    know, have an empty text. Filled on look-up, so at most as large as the vocabulary.
     """
 
     def __init__(self, library: tokenizers.Tokenizer, hidden_ids: frozenset[int]) -> None:
@@ -96,14 +84,14 @@ class WholeTexts(dict[int, str | None]):
         if token_id in self._hidden_ids or self._library.id_to_token(token_id) is None:
             return ""
         if not self._is_byte_level or token_id in self._added_ids:
-            return None  # special ones are shown or not, as a request wants
-        text: str = self._library.decode([token_id])  # of bytes: it fails at none
+            return None  # whether special tokens are shown depends on the request
+        text: str = self._library.decode([token_id])  # cannot fail for byte-level tokens
         return text if text and REPLACEMENT not in text else None
 
 
 class Detokenizer:
-    """One request's text, token by token: each one's own, or what it is beside others
-    (joined_tokens.py). A text that ends inside a character loses it."""
+    """The text of one request, token by token: the token's own text, or its text in context
+    (joined_tokens.py). An incomplete last character is dropped."""
 
     def __init__(
         self,
@@ -117,13 +105,13 @@ class Detokenizer:
         self._context = prompt_token_ids[-NUM_CONTEXT_TOKENS:]
         self._skips_special_tokens = skips_special_tokens
         self._skipped_ids = whole_texts.special_ids if skips_special_tokens else frozenset()
-        self._joined: JoinedTokens | None = None  # from the first such token on
+        self._joined: JoinedTokens | None = None  # from the first token without its own text on
 
     def step(self, token_id: int) -> str:
         """The text that this token completes: often a word, sometimes nothing."""
         text, joined = self._whole_texts[token_id], self._joined
         if text is not None and not (text and joined is not None and joined.held):
-            return text  # nearly always; the others' context may miss such tokens
+            return text  # nearly always; the context of joined tokens may lack these
         if token_id in self._skipped_ids:
             return ""
         if joined is None:

@@ -1,4 +1,4 @@
-"""One token alone as text."""
+"""The text of a single token."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>\Z")
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """`text` has U+FFFD where the token's bytes alone are no character; `data` are these bytes.
+    """`data`: the bytes of the token. `text` has U+FFFD for bytes that are no whole character.
 
-    Texts of several tokens leave it out where it `is_special`, unless a request shows these, and in
-    any case where it `is_hidden`.
+    Texts of several tokens omit a token that `is_hidden`, and one that `is_special` unless the
+    request shows special tokens.
     """
 
     text: str
@@ -30,7 +30,7 @@ class TokenText:
 
     @property
     def name(self) -> str:
-        """The text, or the bytes spelled out: no two tokens of other bytes have the same."""
+        """The text, or the bytes in hex: tokens with different bytes have different names."""
         if REPLACEMENT not in self.text:
             return self.text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data)

@@ -1,16 +1,15 @@
 """Text to tokens and back with the `tokenizers` library.
 
-Owns the two directions, what is refused before they begin, that no failure of the library's is more
-than one caller's error, and where they run, so that long texts stop neither the event loop nor
-short ones:
+Owns both directions, the checks before them, and the isolation of the library's failures, each of
+which fails one call. Also where they run, so that a long text blocks neither the event loop nor
+short texts:
 
-    up to 2,000 characters   on the event loop: sooner done than a thread is woken
+    up to 2,000 characters   on the event loop: faster than to wake a thread
     up to 65,536             two threads
-    longer                   one thread, one text after the other: memory for one at a time
+    longer                   one thread: memory for one text at a time
 
-What waits for a thread belongs to a call that was admitted, so its number is bounded; whoever gives
-up while waiting is taken off. Knows no request; the ids that end a text are the model's, given by
-the caller.
+The number of waiting texts is bounded, as each belongs to an admitted call; a cancelled call leaves
+the queue. Knows no request; the model's EOS ids are given by the caller.
 """
 
 from __future__ import annotations
@@ -37,29 +36,28 @@ _T = TypeVar("_T")
 
 
 class TextLanes:
-    """The three ways by length; use from one event loop. Only for work that releases the
-    interpreter."""
+    """The threads by length of a text. Use from one event loop, for work that releases the GIL."""
 
     def __init__(self) -> None:
         self._middle = ThreadPoolExecutor(2, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-text")
 
     async def run(self, length: int, work: Callable[[], _T]) -> _T:
-        """What `work` of this length (characters, token ids) gives or raises."""
+        """Run `work` on a text of this length (characters or token ids)."""
         if length <= INLINE_CHARS:
             return work()
         pool = self._middle if length <= LONG_CHARS else self._long
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     def close(self) -> None:
-        """Waits for what has begun."""
+        """Wait for work that has started."""
         self._middle.shutdown(cancel_futures=True)
         self._long.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A loaded tokenizer; `hidden_ids` (the model's EOS ids) never show up as text."""
+    """A loaded tokenizer. `hidden_ids` (the model's EOS ids) have no text."""
 
     _library: tokenizers.Tokenizer
     _whole_texts: WholeTexts
@@ -78,11 +76,11 @@ class Tokenizer:
         max_tokens: int | None = None,
         param: str = "prompt",
     ) -> tuple[int, ...]:
-        """The ids of a text, with the special tokens that the model's tokenizer adds or without.
+        """The ids of a text, with or without the special tokens that the model's tokenizer adds.
 
-        `special_at`: where alone the text has special tokens; None: wherever it has their texts.
-        Raises ContextLengthExceeded for more than `max_tokens`, if that is possible before work
-        that grows with the text, and InvalidRequest; both name `param`.
+        `special_at`: the only spans of the text that are special tokens; None: special tokens are
+        recognised anywhere in it. Raises ContextLengthExceeded for more than `max_tokens`, before
+        tokenising if the text's length allows, and InvalidRequest; both name `param`.
         """
 
         def work() -> tuple[int, ...]:
@@ -92,7 +90,7 @@ class Tokenizer:
                 library, named = self._library, text
                 if special_at is not None:
                     library, named = self._special.named(text, special_at)
-                # The batch's call leaves the interpreter to others while it works.
+                # Only the batch call releases the GIL while it works.
                 encoding = library.encode_batch_fast(
                     [named], add_special_tokens=adds_special_tokens
                 )[0]
@@ -107,14 +105,14 @@ class Tokenizer:
         return await self._lanes.run(len(text), work)
 
     def _exceeds(self, text: str, max_tokens: int) -> bool:
-        """Whether it has more tokens for sure, as far as its bytes tell."""
+        """Whether a lower bound of its tokens, by its bytes, is above `max_tokens`."""
         is_short = MOST_BYTES * len(text) <= max_tokens
         return not is_short and self._least is not None and self._least.exceed(text, max_tokens)
 
     async def decode(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, param: str = "ids"
     ) -> str:
-        """The text of these ids, special tokens left out.
+        """The text of these ids, without special tokens.
 
         Raises ContextLengthExceeded for more than `max_tokens`, InvalidRequest.
         """
@@ -134,7 +132,7 @@ class Tokenizer:
         return await self._lanes.run(len(token_ids), work)
 
     def token(self, token_id: int) -> TokenText:
-        """One token alone, special or not."""
+        """The text of one token by itself, special or not."""
         if (found := self._tokens.get(token_id)) is None:
             found = self._tokens[token_id] = replace(
                 token_text(self._library, token_id),
@@ -144,14 +142,14 @@ class Tokenizer:
         return found
 
     def token_id(self, text: str) -> int | None:
-        """The id of the one token that is this text; None where it takes several."""
+        """The id of the token with this text; None if there is none."""
         found: int | None = self._library.token_to_id(text)
         return found
 
     def detokenizer(
         self, prompt_token_ids: Sequence[int], *, skips_special_tokens: bool = True
     ) -> Detokenizer:
-        """An incremental detokenizer for the continuation of this prompt."""
+        """An incremental detokenizer for the output after this prompt."""
         return Detokenizer(self._library, self._whole_texts, prompt_token_ids, skips_special_tokens)
 
     def close(self) -> None:

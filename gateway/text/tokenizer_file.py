@@ -1,4 +1,4 @@
-"""A model directory's tokenizer.json, read at start-up."""
+"""Loading tokenizer.json of a model directory, at start-up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 def load_tokenizer(
     model_dir: Path, hidden_ids: Iterable[int] = (), *, refuses_special: bool = False
 ) -> Tokenizer:
-    """Read `model_dir`/tokenizer.json; raises StartupFailed where it is absent or broken."""
+    """Read `model_dir`/tokenizer.json; raises StartupFailed if it is absent or broken."""
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise StartupFailed(

@@ -1,1 +1,1 @@
-"""What a client may request."""
+"""The validation of requests."""

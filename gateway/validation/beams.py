@@ -1,26 +1,27 @@
-"""What `use_beam_search` and `best_of` go with: the checks of several parameters at once. What
-cannot be combined is refused by name.
-"""
+"""The checks of `use_beam_search` and `best_of` together with other parameters. A combination that
+is not possible is refused by the parameter's name."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from ...core.errors import InvalidRequest
-from ...core.request.request import SAMPLING, Adapter, SamplingParams
+from ...core.request.request import Adapter
+from ...core.request.sampling_params import SAMPLING, SamplingParams
 from ...proto.v1 import common_pb2
 
-# Of beams alone: without them they would change nothing.
+# For beams only: without them they would have no effect.
 _OF_BEAMS = ("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
-OF_SEARCHES = frozenset({"use_beam_search", "best_of", *_OF_BEAMS})  # who has one is checked here
-# What draws, or keeps tokens from being drawn.
+OF_SEARCHES = frozenset({"use_beam_search", "best_of", *_OF_BEAMS})  # these are checked here
+# Parameters of drawing.
 _OF_CHANCE = ("top_p", "top_k", "min_p")
 
 
 def complete_search(
     sampling: SamplingParams, wire: common_pb2.SamplingParams, n: int, adapter: Adapter | None
 ) -> SamplingParams:
-    """Of parameters that are each in order. Raises InvalidRequest."""
+    """Check the combination of parameters that are valid by themselves; greedy for beams. Raises
+    InvalidRequest."""
     width = sampling.best_of
     if width < n:
         raise _invalid("best_of", f"best_of {width} is less than n {n}")

@@ -1,4 +1,4 @@
-"""Which forms of the output may be asked for."""
+"""The check of constraints on the output."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MAX_WAITING = 64
 
 
 class ConstraintCheck:
-    """Judges constraints on a thread before anybody computes a token for one; belongs to the event
-    loop. Bounded in number, and in time by what the compiler takes: an endless grammar is refused.
+    """Compiles constraints on a thread, before any token is computed. Use from the event loop. The
+    number that waits is bounded, as is the compiler's work: an endless grammar is refused.
     """
 
     def __init__(self, grammars: Grammars) -> None:
@@ -26,12 +26,11 @@ class ConstraintCheck:
 
     @property
     def refusal(self) -> str | None:
-        """Why this model's outputs cannot be constrained by anybody here, or None."""
+        """Why outputs of this model cannot be constrained, or None."""
         return self._grammars.refusal
 
     async def check(self, constraint: Constraint, refusal: str | None = None) -> None:
-        """`refusal`: why none can be had now. Raises InvalidRequest with what is wrong,
-        Overloaded."""
+        """`refusal`: why no constraint is possible now. Raises InvalidRequest, Overloaded."""
         if (refusal := refusal or self.refusal) is not None:
             raise InvalidRequest(refusal, "constraint", "unsupported_parameter")
         if self._grammars.is_kept(constraint):
@@ -56,7 +55,7 @@ class ConstraintCheck:
 
 
 def check_constraint(constraint: Constraint, wire: common_pb2.SamplingParams) -> None:
-    """Raises InvalidRequest; whether it can be compiled is for ConstraintCheck."""
+    """Raises InvalidRequest. Whether it compiles is checked by ConstraintCheck."""
     if wire.ignore_eos:
         message = "ignore_eos cannot go with a constraint: EOS ends what matches"
         raise InvalidRequest(message, "ignore_eos", "invalid_value")

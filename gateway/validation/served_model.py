@@ -1,4 +1,4 @@
-"""The served model as the gateway knows it: read from its directory's JSON files."""
+"""The gateway's data of the served model, read from the JSON files of its directory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .validation import ModelLimits
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Name, limits, tokenizer, which constraints it can take; never its weights. `limits` are the
-    model's own, before any node is known."""
+    """Name, limits, tokenizer and constraints of the model; no weights. `limits` are the model's
+    own, before any node is known."""
 
     limits: ModelLimits
     eos_token_ids: tuple[int, ...]
@@ -29,7 +29,7 @@ class ServedModel:
 
     @classmethod
     def load(cls, config: GatewayConfig) -> ServedModel:
-        """Read the model directory's JSON files; raises StartupFailed saying what is wrong."""
+        """Read the JSON files of the model directory; raises StartupFailed."""
         model_dir = resolve_model_dir(config.model)
         name = config.served_model_name or model_dir.resolve().name
         limits = _read_limits(model_dir, name)

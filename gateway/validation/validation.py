@@ -1,11 +1,10 @@
-"""The one validator of requests to the served model: what a client may request, and what absent
-fields mean.
+"""The validator of requests to the served model: checks all fields, and fills in defaults.
 
     GenerateRequest ── ids, ranges ──► (tokenise) ── lengths, defaults, seed ──► ValidatedRequest
 
-Errors name the field at fault as the client knows it. Parameters are checked by their kinds in the
-table of request.py, whose limits are vLLM's where it has some, and tighter where a public endpoint
-should be. Knows no node: what the deployment can hold comes in as `ModelLimits`.
+Errors name the field at fault by the client's name. Parameters are checked by their kinds in the
+table of sampling_params.py, whose limits are vLLM's where it has some, and tighter where a public
+endpoint needs it. Knows no node: the capacity of the deployment is passed in as `ModelLimits`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from google.protobuf.message import Message
 
 from ...core.errors import ContextLengthExceeded, InvalidRequest, PromptTooLarge
 from ...core.request.parameters import Parameter
-from ...core.request.request import OPTIONS, SAMPLING, Adapter, RequestOptions, SamplingParams
+from ...core.request.request import Adapter
+from ...core.request.sampling_params import OPTIONS, SAMPLING, RequestOptions, SamplingParams
 from ...core.request.text_parameters import check_in_vocabulary
 from ...core.request.token_ids import column, unpack
 from ...proto.codec import constraint_from_wire, given
@@ -34,7 +34,6 @@ from .beams import OF_SEARCHES, complete_search
 from .constraints import check_constraint
 
 MAX_LABEL_CHARS = 256
-_MAX_ABORTED = 1024
 _DEFAULT_OPTIONS = RequestOptions()
 Adapters: TypeAlias = Mapping[str, Adapter]  # by name
 _NO_ADAPTERS: Adapters = MappingProxyType({})
@@ -44,10 +43,10 @@ _LABEL = re.compile(rf"[!-~]{{1,{MAX_LABEL_CHARS}}}\Z")
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What requests are measured against. The pools' sizes are None while no node is known.
+    """The limits for requests. The sizes of the KV pools are None while no node is known.
 
-    `max_prompt_tokens`: what the largest prefill pool can hold; `max_total_tokens`: prompt and
-    output, in the largest decode pool.
+    `max_prompt_tokens`: the size of the largest prefill pool. `max_total_tokens`: of the largest
+    decode pool, for prompt and output.
     """
 
     model: str
@@ -59,7 +58,7 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class ValidatedRequest:
-    """A request that the deployment can serve. `label` is the caller's name for it."""
+    """A request that the deployment can serve. `label`: the caller's name for it."""
 
     prompt_token_ids: array[int]  # read only
     sampling: SamplingParams
@@ -71,12 +70,13 @@ class ValidatedRequest:
 
     @property
     def adapter_digest(self) -> str:
-        """Empty without one."""
+        """The digest of its adapter, or empty."""
         return "" if self.adapter is None else self.adapter.digest
 
     @property
     def num_samples(self) -> int:
-        """Sessions of the call: its answers, or those that the best of are the answers."""
+        """The number of the call's sessions: `n`, or `best_of` without beams, whose `n` best are
+        returned."""
         n, sampling = self.options.n, self.sampling
         return n if sampling.use_beam_search else max(n, sampling.best_of)
 
@@ -90,13 +90,12 @@ async def validated(
     adapters: Adapters = _NO_ADAPTERS,
     special_at: Spans | None = None,
 ) -> ValidatedRequest:
-    """Check every field, tokenise the text, and fill in the defaults of what `wire` does not have;
-    what model a caller may name is Caller's, and which forms of the output can be had
-    ConstraintCheck's. `special_at`: see Tokenizer.encode.
+    """Check every field, tokenise the text, and fill in the defaults of absent fields. Not checked
+    here: the model's name (Caller) and whether a constraint compiles (ConstraintCheck).
 
-    `max_tokens` defaults to what is left of the context, or of the largest decode pool where that
-    is smaller. Raises InvalidRequest, also where it needs a tokenizer that is not there,
-    ContextLengthExceeded, PromptTooLarge.
+    `max_tokens` defaults to the rest of the context, or of the largest decode pool if that is
+    smaller. `special_at`: see Tokenizer.encode. Raises InvalidRequest, also for text if there is no
+    tokenizer, ContextLengthExceeded, PromptTooLarge.
     """
     check_label(wire.request_id, "request_id")
     prompt = _token_ids(wire, limits.vocab_size)
@@ -125,12 +124,12 @@ async def validated(
 
 
 def is_label(text: str) -> bool:
-    """Whether a caller may name its request so: the name stands in logs and headers as it is."""
+    """Whether a text is a valid label of a request: it is written to logs and headers unescaped."""
     return _LABEL.match(text) is not None
 
 
 def check_label(label: str, param: str) -> None:
-    """Raise InvalidRequest unless it is a label, or empty: the request has none."""
+    """Raise InvalidRequest unless it is a valid label, or empty, for none."""
     if label and not is_label(label):
         raise InvalidRequest(
             f"{param} must be 1 to {MAX_LABEL_CHARS} visible ASCII characters",
@@ -139,14 +138,9 @@ def check_label(label: str, param: str) -> None:
         )
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Raise InvalidRequest for more names of requests, to be aborted, than one call may have."""
-    if len(names) > _MAX_ABORTED:
-        raise InvalidRequest(f"ids has more than {_MAX_ABORTED} items", "ids", "array_too_long")
-
-
 def _token_ids(wire: inference_pb2.GenerateRequest, vocab_size: int) -> array[int]:
-    """The prompt, or none for a text; an empty text or list is no prompt."""
+    """The prompt's ids, or an empty column for a text. Raises InvalidRequest for an empty
+    prompt."""
     if wire.WhichOneof("prompt") is None:
         message = "give a prompt: text or token ids"
         raise InvalidRequest(message, "prompt", "missing_required")
@@ -155,7 +149,7 @@ def _token_ids(wire: inference_pb2.GenerateRequest, vocab_size: int) -> array[in
         message = "give token_ids as ids or packed, not both"
         raise InvalidRequest(message, "prompt", "invalid_value")
     try:
-        # A slice is read at once, the field itself id by id.
+        # A slice is copied at once, the field itself id by id.
         token_ids = unpack(ids.packed) if ids.packed else column(ids.ids[:])
     except ValueError as error:
         message = "packed token ids are cut off"
@@ -167,7 +161,7 @@ def _token_ids(wire: inference_pb2.GenerateRequest, vocab_size: int) -> array[in
 
 
 def _prompt_of_text(encoded: Sequence[int], vocab_size: int) -> array[int]:
-    """A tokenizer may have tokens that the model does not have."""
+    """The prompt of a tokenised text. Raises InvalidRequest for tokens that the model lacks."""
     if not encoded:
         raise _empty_prompt()
     prompt = column(encoded)
@@ -182,7 +176,7 @@ def _empty_prompt() -> InvalidRequest:
 
 
 def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLimits) -> int:
-    """`max_tokens` or its default; raises where prompt and output cannot fit."""
+    """`max_tokens` or its default; raises if prompt and output do not fit."""
     context = limits.max_model_len
     if num_prompt + (max_tokens or 1) > context:
         wanted = "1 token at least" if max_tokens is None else f"max_tokens {max_tokens}"
@@ -204,8 +198,8 @@ def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLi
 def check_sampling(
     wire: common_pb2.SamplingParams, vocab_size: int, n: int = 1, seed: int = 0
 ) -> SamplingParams:
-    """Of `n` samples. Raises InvalidRequest. What is absent has the default of SamplingParams, or
-    follows from what is given here."""
+    """The parameters of `n` samples. Absent ones have the default of SamplingParams, but `best_of`
+    is `n`, and `seed` is the one given here. Raises InvalidRequest."""
     checked = {"best_of": n, "seed": seed} | _checked(wire, SAMPLING, vocab_size)
     constraint = constraint_from_wire(wire)
     if constraint is not None:
@@ -221,7 +215,7 @@ def check_sampling(
 
 
 def _checked(wire: Message, table: Mapping[str, Parameter], vocab_size: int) -> dict[str, Any]:
-    """What is set of these parameters."""
+    """The checked values of those parameters of the table that are set."""
     return {
         name: table[name].kind.check(value, name, vocab_size)
         for name, value in given(wire, table).items()
@@ -230,5 +224,5 @@ def _checked(wire: Message, table: Mapping[str, Parameter], vocab_size: int) -> 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raise InvalidRequest naming the first id that is not in the vocabulary."""
-    if token_ids and np.max(token_ids) >= vocab_size:  # a column is read where it lies
+    if token_ids and np.max(token_ids) >= vocab_size:  # numpy reads a column without a copy
         check_in_vocabulary(token_ids, vocab_size, param)

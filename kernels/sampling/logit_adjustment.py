@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from ...core.request.request import SamplingParams
+from ...core.request.sampling_params import SamplingParams
 from ..upload import upload, upload_numbers
 from .sample_spec import SampleSpec
 

@@ -11,7 +11,19 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.request.request import SamplingParams
+from ...core.request.sampling_params import SamplingParams
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether a token's logits depend on which tokens came before it."""
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    return penalties != (1.0, 0.0, 0.0)
+
+
+def needs_more_than_noise(params: SamplingParams) -> bool:
+    """Whether temperature and noise are not enough to draw a token, whatever came before it."""
+    has_filters = params.top_k is not None or params.top_p < 1 or params.min_p > 0
+    return bool(params.logit_bias) or (has_filters and params.temperature > 0)
 
 
 class Counts(Protocol):
@@ -53,4 +65,4 @@ class SampleSpec(NamedTuple):
     @property
     def needs_more_than_noise(self) -> bool:
         """Whether temperature and noise are not all there is to the token."""
-        return self.changes_logits or self.params.needs_more_than_noise
+        return self.changes_logits or needs_more_than_noise(self.params)

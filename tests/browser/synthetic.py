@@ -20,7 +20,8 @@ from aiohttp import web
 
 from baton.core.errors import BatonError, EngineFailed, RateLimited
 from baton.core.membership import Member, Role
-from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.request.request import FinishReason
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.core.request.token_ids import BlockHash, column
 from baton.gateway.engines.engine_table import EngineTable

@@ -18,7 +18,8 @@ from e2e.oracle import GreedyOracle
 from engines.generation import outputs_of
 from tokenizers import Tokenizer
 
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

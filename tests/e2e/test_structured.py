@@ -18,7 +18,8 @@ from tokenizers import Tokenizer
 from baton.client import Client
 from baton.core.errors import InvalidRequest
 from baton.core.request.constraint import Constraint, ConstraintKind
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

@@ -11,7 +11,8 @@ from e2e.subject import Subject
 from engines.generation import outputs_of
 
 from baton.client import Client, Result
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 
 LENGTHS = (1, 15, 16, 17, 255, 256, 257, 600)
 NUM_TOKENS = 20

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from baton.core.request.request import SamplingParams, TokenLogprobs, mix64, token_key
+from baton.core.request.request import TokenLogprobs, mix64, token_key
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.batch import Candidate, SampledToken, SequenceSlice
 from baton.kernels.sampling.sample_spec import SampleSpec
 
@@ -29,7 +30,7 @@ def _extend_chain(chain: int, token_id: int) -> int:
 
 
 def _sample(chain: int, key: int, params: SamplingParams, vocab_size: int) -> int:
-    noise = 0 if params.is_greedy else key
+    noise = key if params.temperature > 0 else 0
     return mix64(chain ^ noise) % vocab_size
 
 

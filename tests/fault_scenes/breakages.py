@@ -29,7 +29,8 @@ from baton.core.channels.frames import FrameBuffer, encode_payload
 from baton.core.errors import Cancelled, EngineFailed, PermissionDenied, Unavailable
 from baton.core.membership import Member, Role
 from baton.core.request.constraint import Constraint, ConstraintKind
-from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.request.request import Request, Ticket
+from baton.core.request.sampling_params import SamplingParams
 from baton.kv_transfer.protocol.messages import Hello, Refused, decode, encode
 
 NUM_CHUNKS = 8

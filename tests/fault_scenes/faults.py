@@ -35,7 +35,8 @@ from baton.client import AsyncClient, AsyncGeneration, Result
 from baton.cluster.secret import ClusterSecret
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import BatonError
-from baton.core.request.request import Request, SamplingParams, token_key
+from baton.core.request.request import Request, token_key
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.timeline import Event
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
@@ -97,7 +98,7 @@ class Reference:
         logits = torch.full((1, VOCAB_SIZE), -torch.inf)
         for token_id, logprob in tokens[0].top:
             logits[0, token_id] = logprob
-        if not sampling.is_greedy:
+        if sampling.temperature > 0:
             key = token_key(sampling.seed, 0, len(stream.prompt) + index)
             logits = filter_logits(
                 logits / sampling.temperature,

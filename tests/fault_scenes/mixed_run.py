@@ -27,7 +27,8 @@ from baton.core.config import ClusterConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import Cancelled
 from baton.core.metrics import percentile
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.core.model_dir import resolve_model_dir
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.batch import SequenceSlice, StepBatch
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.cuda_memory import CudaAllocation

@@ -22,7 +22,7 @@ from fault_scenes.faults import Scene, Stream
 from fault_scenes.mixed_run import Outcome
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import SamplingParams
+from baton.core.request.sampling_params import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,8 @@ from engines.integrity import check_integrity
 
 from baton.core.engine_config import EngineConfig
 from baton.core.model_dir import resolve_model_dir
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv import host_copies
 from baton.engine.kv.host_copies import CopyCost, CudaCopier, Direction, make_host_copier

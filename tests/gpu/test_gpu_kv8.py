@@ -16,7 +16,8 @@ from engines.steps import execute
 from baton.client import Client
 from baton.core.config import NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.batch import SequenceSlice, StepBatch
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine

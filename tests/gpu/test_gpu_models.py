@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine

@@ -17,7 +17,8 @@ from engines.integrity import check_integrity
 from engines.steps import execute
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
@@ -198,7 +199,7 @@ sys.path.insert(0, sys.argv[2])
 from engines.steps import execute
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import EngineFailed
-from baton.core.request.request import SamplingParams
+from baton.core.request.sampling_params import SamplingParams
 from baton.kernels.sampling.sample_spec import SampleSpec
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.runner import ModelRunner

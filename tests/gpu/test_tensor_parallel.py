@@ -22,7 +22,8 @@ from node_driver import Heard, NodeProcess, launch, members, session
 from baton.cluster.redis_server import RedisServer
 from baton.core.engine_config import EngineConfig
 from baton.core.membership import Role
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.parallel import peer_reduce
 from baton.engine.scheduling.outputs import StepOutput

@@ -21,7 +21,7 @@ from kernels import test_steps_by_ranks
 pytest.importorskip("triton")
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import SamplingParams
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.batch import SequenceSlice, StepBatch
 from baton.engine.execution.gpu import gpu_steps
 from baton.engine.execution.gpu.cuda_graphs import ProductTimes, StepGraphs

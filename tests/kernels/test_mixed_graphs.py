@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from fakes.combinations.decode_columns import columns_of
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import SamplingParams
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
 from baton.engine.execution.gpu import gpu_steps
 from baton.engine.execution.gpu.cuda_graphs import ProductTimes

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.interpreter import InterpreterBuilder
 
-from baton.core.request.request import SamplingParams
+from baton.core.request.sampling_params import SamplingParams
 from baton.kernels.layers.ops import Ops
 from baton.kernels.peer_reduce_triton import (
     EXCHANGE_BYTES,

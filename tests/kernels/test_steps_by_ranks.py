@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import SamplingParams
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.batch import LaunchedStep, SequenceSlice
 from baton.engine.execution.gpu.gpu_steps import GpuSteps
 from baton.engine.execution.runner import ModelRunner

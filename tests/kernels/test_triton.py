@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from engines.steps import leading_decodes
 
-from baton.core.request.request import SamplingParams
+from baton.core.request.sampling_params import SamplingParams
 from baton.kernels.attention import decode_attention_triton, prefill_tiles
 from baton.kernels.attention.attention import AttentionBackend, AttentionMetadata
 from baton.kernels.attention.attention_gpu import GpuAttention, make_gpu_attention

@@ -22,7 +22,8 @@ from baton.core.channels.addresses import host_id
 from baton.core.channels.admission import GATEWAY, dial
 from baton.core.channels.frames import LENGTH_BYTES, decode_length, encode_payload
 from baton.core.membership import Member
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.loadgen.driver import Driver, DriverError
 from baton.proto import codec
 from baton.proto.v1 import node_pb2

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ....core.errors import EngineFailed
-from ....core.request.request import SamplingParams
+from ....core.request.sampling_params import SamplingParams
 from ....kernels.sampling.sample_spec import SampleSpec
 from ..batch import LaunchedStep, SequenceSlice
 from ..cpu_steps import CpuSteps

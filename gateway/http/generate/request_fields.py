@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from ....core.errors import InvalidRequest
-from ....core.request import request
+from ....core.request import sampling_params
 from ....core.request.json_fields import BOOLEAN, STRING, FieldKind, invalid, options, string
 from ....proto.v1 import common_pb2, inference_pb2
 from ..protocol.body import read_object
@@ -40,10 +40,10 @@ def _metadata(value: Any, name: str) -> dict[str, str]:
     return value
 
 
-SAMPLING = {name: one.field for name, one in request.SAMPLING.items() if not one.over_http}
-GENERATION = {name: one.field for name, one in request.OPTIONS.items()}
-MAX_TOKENS = request.SAMPLING["max_tokens"].field
-LOGPROBS = request.SAMPLING["logprobs"].field
+SAMPLING = {name: one.field for name, one in sampling_params.SAMPLING.items() if not one.over_http}
+GENERATION = {name: one.field for name, one in sampling_params.OPTIONS.items()}
+MAX_TOKENS = sampling_params.SAMPLING["max_tokens"].field
+LOGPROBS = sampling_params.SAMPLING["logprobs"].field
 
 FRONT: Mapping[str, FieldKind] = {
     "model": STRING,

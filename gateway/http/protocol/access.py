@@ -119,13 +119,13 @@ async def check_access(request: web.Request, handler: Handler) -> web.StreamResp
         if isinstance(error, Unauthenticated) and request.path.rstrip("/") == "/dashboard":
             return web.Response(status=303, headers={"Location": LOGIN_PATH})
         if _scope(request) == INFER:  # others are no calls: a scrape, a page, a probe
-            request.app[APP_STATE].door.turned_away(anyone("http"), error)
+            request.app[APP_STATE].door.count_refusal(anyone("http"), error)
         raise
     try:
         return await handler(request)
     except BatonError as error:
         if request.path in _CALLS and AT_DOOR not in request:
-            request.app[APP_STATE].door.turned_away(request[CALLER], error)
+            request.app[APP_STATE].door.count_refusal(request[CALLER], error)
         raise
 
 

@@ -10,7 +10,8 @@ from aiohttp import web
 from msgspec import Raw, Struct
 
 from ....core.errors import InvalidRequest
-from ....core.request.request import FinishReason, SamplingParams
+from ....core.request.request import FinishReason
+from ....core.request.sampling_params import SamplingParams
 from ...request.output_chunk import RequestResult
 from ..chat.chat_model import Prepared, prepare
 from ..chat.messages import Message

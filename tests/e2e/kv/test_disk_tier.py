@@ -19,7 +19,8 @@ from baton.client import Client
 from baton.core.config import UpConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.host_copies import CopyCost
 from baton.engine.local import LocalEngine

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from baton.core.request.constraint import Constraint, ConstraintKind
-from baton.core.request.request import Adapter, Request, SamplingParams
+from baton.core.request.request import Adapter, Request
+from baton.core.request.sampling_params import SamplingParams
 
 from ..speculation.eagle3_heads import VOCAB
 

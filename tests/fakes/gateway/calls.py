@@ -6,7 +6,8 @@ from fakes.clock import FakeClock
 
 from baton.core.errors import BatonError
 from baton.core.ports import Clock
-from baton.core.request.request import FinishReason, RequestOptions, SamplingParams
+from baton.core.request.request import FinishReason
+from baton.core.request.sampling_params import RequestOptions, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.core.request.token_ids import column
 from baton.gateway.admission.loop_pacing import LoopPacing

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from baton.core.request.request import Adapter, RequestOptions, SamplingParams
+from baton.core.request.request import Adapter
+from baton.core.request.sampling_params import RequestOptions, SamplingParams
 from baton.core.request.token_ids import column
 from baton.gateway.validation.validation import ModelLimits, ValidatedRequest, validated
 from baton.proto.v1 import inference_pb2

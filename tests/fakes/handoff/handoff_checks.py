@@ -17,7 +17,8 @@ from fakes.handoff.block_pairs import BlockPair, BlockRef
 from fakes.handoff.memory_transport import MemoryPool, MemoryTransport
 
 from baton.core.errors import HandoffFailed
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, BlockRefs
 from baton.engine.kv.generations import LocalGenerations

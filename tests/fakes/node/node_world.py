@@ -18,7 +18,8 @@ from engines.integrity import check_integrity
 from fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
 
 from baton.core.channels.addresses import HOST_ID_BYTES
-from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
+from baton.core.request.request import FinishReason, Request, Ticket
+from baton.core.request.sampling_params import SamplingParams
 from baton.decode_node.role import DecodeRole
 from baton.engine.engine import Engine
 from baton.engine.kv.limits import EngineLimits

@@ -12,7 +12,8 @@ from deployments import marked_processes
 from node_driver import OUR_MARK, NodeProcess, Session, members, session
 
 from baton.core.membership import Member, Role
-from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.request.request import Request, Ticket
+from baton.core.request.sampling_params import SamplingParams
 
 
 @dataclass

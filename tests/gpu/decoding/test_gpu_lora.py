@@ -15,7 +15,8 @@ from fakes.adapters import merge, write_adapter
 from transformers import AutoModelForCausalLM
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Adapter, Request, SamplingParams
+from baton.core.request.request import Adapter, Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 
 pytestmark = [

@@ -15,7 +15,8 @@ from fakes.speculation.head_engines import HeadEngine, Recorder, eagle3, mtp, re
 from tokenizers import Tokenizer
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.gpu.gpu_step import GpuStep
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine

@@ -12,7 +12,8 @@ from engines.generation import outputs_of
 from engines.integrity import check_integrity
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 
 NUM_GPUS = torch.cuda.device_count()

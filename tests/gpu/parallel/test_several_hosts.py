@@ -29,7 +29,8 @@ from baton.cli.host.certs import make_certificates
 from baton.client import AsyncClient
 from baton.client.messages import Result
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 
 NUM_GPUS = torch.cuda.device_count()

@@ -29,7 +29,7 @@ from fault_scenes.faults import BLOCK_SIZE, Reference, Scene
 from patience import AT_ONCE_S, SOON_S
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import SamplingParams
+from baton.core.request.sampling_params import SamplingParams
 
 NUM_MIXED = 40
 

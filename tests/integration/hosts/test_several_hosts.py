@@ -24,7 +24,8 @@ from baton.cli.host.certs import make_certificates
 from baton.client import AsyncClient
 from baton.cluster.redis_server import RedisServer
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 

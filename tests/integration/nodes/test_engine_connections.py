@@ -34,7 +34,8 @@ from baton.cluster.redis_server import RedisServer
 from baton.cluster.secret import ClusterSecret
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
-from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.request.request import Request, Ticket
+from baton.core.request.sampling_params import SamplingParams
 from baton.gateway.engines.engine_connection import EngineConnection, Receive
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import EngineOutput, PlainToken

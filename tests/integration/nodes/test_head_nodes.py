@@ -20,7 +20,8 @@ from node_driver import launch, wait_idle
 from baton.cluster.redis_server import RedisServer
 from baton.core.engine_config import EngineConfig
 from baton.core.membership import Role
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 
 Drafts = Callable[[Sequence[int], int], list[int]]  # of the formula, behind these tokens

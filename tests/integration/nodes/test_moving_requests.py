@@ -23,7 +23,8 @@ from baton.core.config import ClusterConfig, GatewayConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.ports import SystemClock
 from baton.core.request.constraint import Constraint, ConstraintKind
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 from baton.gateway.moves.choice import PlannedMove
 from baton.gateway.moves.mover import movable_by_engine

@@ -32,7 +32,8 @@ from baton.cluster.redis_server import RedisServer
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import NodeLost
 from baton.core.membership import Member, Role
-from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.request.request import Request, Ticket
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations

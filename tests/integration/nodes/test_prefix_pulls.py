@@ -25,7 +25,8 @@ from node_driver import (
 from baton.cluster.redis_server import RedisServer
 from baton.core.engine_config import EngineConfig
 from baton.core.membership import Member, Role
-from baton.core.request.request import PrefixSource, Request, SamplingParams
+from baton.core.request.request import PrefixSource, Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations

@@ -13,7 +13,8 @@ from fakes.speculation.eagle3_heads import write_target
 from fakes.speculation.head_engines import eagle3, mtp
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.scheduling.outputs import SpeculationCounts
 

@@ -20,7 +20,8 @@ from int4_checkpoints import write_int4_checkpoint
 
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import AdapterRefused, EngineFailed, StartupFailed
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.parallel import rank_processes
 from baton.engine.parallel.rank_channel import RankChannel

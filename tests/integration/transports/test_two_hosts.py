@@ -21,7 +21,8 @@ from baton.client import AsyncClient, Client
 from baton.cluster.redis_server import RedisServer
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import Unavailable
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 

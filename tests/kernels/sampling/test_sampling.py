@@ -8,7 +8,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.core.request.request import SamplingParams, mix64, token_key
+from baton.core.request.request import mix64, token_key
+from baton.core.request.sampling_params import SamplingParams
 from baton.kernels.sampling import sampling
 from baton.kernels.sampling.logit_adjustment import filter_logits
 from baton.kernels.sampling.sample_spec import SampleSpec

@@ -14,7 +14,8 @@ from baton.bench.serve import late_steps
 LATE = """
 import time
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 
 engine = LocalEngine.load(EngineConfig(model="demo", device="cpu"), lambda line: None)

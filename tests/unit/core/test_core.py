@@ -20,15 +20,8 @@ from baton.core.engine_config import EngineConfig
 from baton.core.membership import Role
 from baton.core.metrics import Slo, TokenTimes, goodput_rps, percentile
 from baton.core.request.constraint import Constraint, ConstraintKind
-from baton.core.request.request import (
-    OPTIONS,
-    SAMPLING,
-    Request,
-    SamplingParams,
-    Ticket,
-    mix64,
-    token_key,
-)
+from baton.core.request.request import Request, Ticket, mix64, token_key
+from baton.core.request.sampling_params import OPTIONS, SAMPLING, SamplingParams
 from baton.core.request.token_ids import (
     block_hashes,
     column,

@@ -27,7 +27,8 @@ from baton.constraints.grammars import Grammars
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import BatonError, InvalidRequest
 from baton.core.request.constraint import Constraint, ConstraintKind
-from baton.core.request.request import FinishReason, Request, SamplingParams
+from baton.core.request.request import FinishReason, Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations

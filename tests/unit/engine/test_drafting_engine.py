@@ -14,7 +14,8 @@ from fakes.clock import FakeClock
 from fakes.runner import expected_tokens
 from fakes.speculation.drafting_runner import DraftingRunner
 
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS

@@ -25,7 +25,8 @@ from baton.core.errors import (
     PromiseRefused,
     PromptTooLarge,
 )
-from baton.core.request.request import FinishReason, Request, SamplingParams
+from baton.core.request.request import FinishReason, Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SequenceSlice

@@ -13,7 +13,8 @@ import pytest
 from effort import half
 from fakes.timed_device import TimedDevice
 
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.step_cost import StepShape
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SequenceSlice

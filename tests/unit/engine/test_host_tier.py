@@ -12,7 +12,8 @@ from engines.integrity import check_integrity
 from fakes.gateway.step_costs import linear_cost
 from fakes.tiers.tiered_engine import PROMPT, Rig, fill, play
 
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.kv import host_tier
 from baton.engine.kv.host_copies import CopyCost, Direction
 

@@ -7,7 +7,8 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.request.request import Request, SamplingParams, token_key
+from baton.core.request.request import Request, token_key
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import BlockHash
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.input_batch import InputBatch

@@ -16,7 +16,8 @@ from fakes.runner import FakeRunner, expected_tokens
 from transformers import LlamaForCausalLM
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from baton.core.request.request import FinishReason, Request, TokenLogprobs
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.runner import ModelRunner

@@ -12,7 +12,8 @@ from fakes.proposer import FakeProposer
 from fakes.runner import FakeRunner, expected_tokens
 from fakes.speculation.drafting_runner import DraftingRunner
 
-from baton.core.request.request import FinishReason, Request, SamplingParams
+from baton.core.request.request import FinishReason, Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, Reservation
 from baton.engine.kv.generations import LocalGenerations

@@ -7,7 +7,8 @@ from engines.integrity import check_integrity
 from fakes.clock import FakeClock
 from fakes.runner import FakeRunner, expected_tokens
 
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.step_cost import StepShape
 from baton.engine.engine import Engine
 from baton.engine.kv.generations import LocalGenerations

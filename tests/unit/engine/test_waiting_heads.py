@@ -13,7 +13,8 @@ from fakes.clock import TickingClock
 from fakes.runner import FakeRunner
 
 from baton.core.errors import PromptTooLarge
-from baton.core.request.request import Adapter, Request, SamplingParams
+from baton.core.request.request import Adapter, Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations

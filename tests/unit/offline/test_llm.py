@@ -32,8 +32,9 @@ from baton.core.errors import (
     StartupFailed,
 )
 from baton.core.request.constraint import ConstraintKind
-from baton.core.request.request import OPTIONS, SAMPLING, Request
-from baton.core.request.request import SamplingParams as EngineSampling
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import OPTIONS, SAMPLING
+from baton.core.request.sampling_params import SamplingParams as EngineSampling
 from baton.engine.local import LocalEngine
 from baton.offline.loop_thread import LoopThread
 

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import BatonError, EngineFailed, InvalidRequest, PromptTooLarge
-from baton.core.request.request import FinishReason, Request, SamplingParams
+from baton.core.request.request import FinishReason, Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SampledToken

@@ -14,7 +14,8 @@ from effort import half
 from transformers import PreTrainedModel
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.scheduling.outputs import FinishedBeam
 

@@ -8,7 +8,7 @@ from fakes.combinations.decode_columns import decode_columns
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.request.request import SamplingParams
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.batch import (
     DecodeColumns,
     SampledToken,

@@ -18,7 +18,7 @@ from rounding import assert_same_but_for_rounding
 from transformers import DynamicCache, PreTrainedModel
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import SamplingParams
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
 from baton.engine.execution.cpu_steps import CpuSteps
 from baton.engine.execution.runner import ModelRunner

@@ -14,7 +14,7 @@ from rounding import assert_same_but_for_rounding
 
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import EngineFailed, StartupFailed
-from baton.core.request.request import SamplingParams
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.block_pool import canary_bytes

@@ -12,7 +12,8 @@ from engines.integrity import check_integrity
 from fakes.runner import FakeRunner
 
 from baton.core.errors import Overloaded, Unavailable
-from baton.core.request.request import Adapter, Request, SamplingParams
+from baton.core.request.request import Adapter, Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits

@@ -15,7 +15,8 @@ from fakes.adapters import ATTENTION, merge, write_adapter
 
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import InvalidRequest
-from baton.core.request.request import Adapter, Request, SamplingParams
+from baton.core.request.request import Adapter, Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution import runner
 from baton.engine.execution.step_sizes import decode_graph_rows
 from baton.engine.local import LocalEngine

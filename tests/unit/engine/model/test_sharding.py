@@ -16,7 +16,7 @@ from fakes.communicator import ThreadGroup
 
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
-from baton.core.request.request import SamplingParams
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
 from baton.engine.execution.cpu_steps import CpuSteps
 from baton.engine.execution.runner import ModelRunner

@@ -18,7 +18,8 @@ from fakes.ranks.played_ranks import PlayedProcess, play_ranks
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.core.request.constraint import Constraint, ConstraintKind
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.kv.host_copies import CopyCost
 from baton.engine.local import LocalEngine
 from baton.engine.parallel.rank_channel import MessageKind

@@ -14,7 +14,8 @@ from fp8_checkpoints import write_fp8_checkpoint
 from int4_checkpoints import write_int4_checkpoint
 
 from baton.core.engine_config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 
 # Embeddings shared by the ends; windows of some layers; experts in some layers, and in one tensor.

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from baton.core.request.request import SAMPLING, SamplingParams
+from baton.core.request.sampling_params import SAMPLING, SamplingParams
 from baton.engine.execution.batch import DecodeColumns, SequenceSlice, StepBatch
 from baton.engine.execution.constraints import TokenCounts
 from baton.engine.parallel.parallel_runner import decode, encode

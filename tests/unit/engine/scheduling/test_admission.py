@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import root_hash
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import (

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import pytest
 from fakes.timed_device import TimedDevice, TimedStep
 
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.step_cost import StepCost, StepShape, pairs_of
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SequenceSlice

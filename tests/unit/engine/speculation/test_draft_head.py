@@ -26,7 +26,8 @@ from fakes.speculation.mtp_heads import PREFIX, add_tensors, write_model_with_he
 
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations

@@ -17,7 +17,8 @@ from fakes.clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.step_cost import StepCost, StepShape
 from baton.engine.execution.batch import SampledToken
 from baton.engine.kv.limits import EngineLimits

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.scheduling.sequence import Sequence
 from baton.engine.speculation.draft_model import DraftModelProposer
 from baton.engine.speculation.ngram import NgramProposer

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 from baton.constraints.grammars import Grammars
 from baton.core.engine_config import EngineConfig
 from baton.core.request.constraint import Constraint, ConstraintKind
-from baton.core.request.request import Request, SamplingParams, token_key
+from baton.core.request.request import Request, token_key
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.local import LocalEngine

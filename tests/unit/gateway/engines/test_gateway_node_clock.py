@@ -11,7 +11,8 @@ from fakes.clock import FakeClock
 from baton.cluster.secret import ClusterSecret
 from baton.core.channels.addresses import host_id
 from baton.core.membership import Member, Role
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.engine.scheduling.outputs import TokenOutput
 from baton.gateway.engines.engine_connection import EngineConnection, Receive

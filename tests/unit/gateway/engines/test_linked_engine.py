@@ -13,7 +13,8 @@ from fakes.gateway.requests import valid
 
 from baton.core.errors import Unavailable
 from baton.core.membership import Member, Role
-from baton.core.request.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from baton.core.request.request import FinishReason, Request, TokenLogprobs
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.cluster_view import _REPORT_S, ClusterView
 from baton.gateway.engines.engine_state import fits_promise

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.membership import Member, Role
-from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.request.request import Request, Ticket
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.gateway.engines.engine_state import EngineState
 from baton.gateway.engines.engine_table import EngineTable

@@ -10,7 +10,8 @@ from fakes.gateway.engine_link import FakeLink
 from fakes.gateway.requests import valid
 
 from baton.core.membership import Member, Role
-from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.request.request import Request, Ticket
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.step_cost import StepCost
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.membership import Member, Role
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter

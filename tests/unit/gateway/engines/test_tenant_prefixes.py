@@ -9,7 +9,8 @@ from fakes.handoff.block_pairs import unpacked
 from fakes.runner import FakeRunner
 
 from baton.core.membership import Member, Role
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations

@@ -54,7 +54,7 @@ class Door:
         self.turned: list[str] = []
         self.door = self  # Parts.door
 
-    def turned_away(self, caller: Caller, error: BatonError) -> None:
+    def count_refusal(self, caller: Caller, error: BatonError) -> None:
         self.turned.append(f"{caller.front} {error.code}")
 
 

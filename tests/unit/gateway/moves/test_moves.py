@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.membership import Member, Role
-from baton.core.request.request import Adapter, PrefixSource, SamplingParams
+from baton.core.request.request import Adapter, PrefixSource
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import column
 from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable

@@ -14,7 +14,8 @@ from baton.bench.played.engine import EngineSetup
 from baton.bench.played.simulation import Simulation
 from baton.core.errors import Cancelled, DeadlineExceeded, NodeLost, Overloaded, Unavailable
 from baton.core.membership import Role
-from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.request.request import FinishReason
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.step_cost import StepShape
 from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import Blocked, Demand, EngineOutput, MustWait, Route

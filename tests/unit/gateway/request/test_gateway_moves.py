@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import EngineFailed, PromiseRefused
-from baton.core.request.request import FinishReason, SamplingParams, TokenLogprobs
+from baton.core.request.request import FinishReason, TokenLogprobs
+from baton.core.request.sampling_params import SamplingParams
 from baton.gateway.request.engine_link import EngineOutput, Route
 from baton.gateway.request.move import (
     CATCH_UP_S,

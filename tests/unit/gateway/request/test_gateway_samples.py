@@ -12,7 +12,8 @@ from fakes.gateway.engine_link import FakeLink, FakeRouter, Letters, Work
 from fakes.gateway.step_outputs import give
 
 from baton.core.errors import BatonError, Cancelled, EngineFailed, NodeLost, Unavailable
-from baton.core.request.request import FinishReason, RequestOptions, SamplingParams, TokenLogprobs
+from baton.core.request.request import FinishReason, TokenLogprobs
+from baton.core.request.sampling_params import RequestOptions, SamplingParams
 from baton.gateway.request.engine_link import Demand, EngineOutput
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.request.prompt_scores import PromptScores

@@ -26,7 +26,8 @@ from baton.core.errors import (
     PromptTooLarge,
     Unavailable,
 )
-from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.request.request import FinishReason
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.timeline import TERMINAL, Event, Stamp
 from baton.gateway.request.engine_link import Blocked, EngineOutput, TransferSummary
 from baton.gateway.request.session import Session

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed, Overloaded
-from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
+from baton.core.request.request import FinishReason, Request, Ticket
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.timeline import TERMINAL
 from baton.gateway.request.engine_link import EngineOutput, TransferSummary
 from baton.gateway.request.session import Session

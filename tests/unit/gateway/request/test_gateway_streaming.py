@@ -12,7 +12,8 @@ from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters
 
 from baton.core.errors import BatonError, Cancelled, Overloaded
 from baton.core.ports import SystemClock
-from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.request.request import FinishReason
+from baton.core.request.sampling_params import SamplingParams
 from baton.gateway.request.engine_link import EngineOutput
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.request.session import Session
@@ -114,7 +115,7 @@ async def test_a_chunk_is_delivered_when_the_next_is_asked_for() -> None:
     async for chunk in call.chunks():
         assert call.delivered == found
         found.append(chunk)
-        call.left()
+        call.client_left()
     assert [one.sample_index for one in found] == [1, 0]
     assert call.delivered == [*found, found[-1]], "a client that leaves has the last, as it may"
 

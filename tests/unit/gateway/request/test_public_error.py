@@ -9,7 +9,7 @@ import pytest
 
 from baton.core import errors
 from baton.core.errors import BatonError, InvalidRequest, public_error
-from baton.gateway.grpc.service import answering
+from baton.gateway.grpc.service import errors_as_status
 
 INSIDE = "File /srv/baton/secret.py at 10.0.0.7:4711: cudaErrorIllegalAddress"
 # Raised by our own words alone, or about the request.
@@ -59,6 +59,6 @@ class _Context:
 async def test_a_bug_in_a_call_is_an_internal_error(error: Exception, details: str) -> None:
     context = _Context()
     with pytest.raises(_Aborted):
-        async with answering(context):  # type: ignore[arg-type]
+        async with errors_as_status(context):  # type: ignore[arg-type]
             raise error
     assert context.details == details

@@ -15,12 +15,12 @@ from baton.core.errors import (
     InvalidRequest,
     PromptTooLarge,
 )
-from baton.core.request.request import SamplingParams
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import column, pack
+from baton.gateway.grpc.unary_methods import check_names
 from baton.gateway.validation.validation import (
     ModelLimits,
     ValidatedRequest,
-    check_names,
 )
 from baton.proto.v1 import common_pb2, inference_pb2
 

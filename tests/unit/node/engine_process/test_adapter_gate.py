@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from baton.core.errors import AdapterRefused
-from baton.core.request.request import Adapter, Request, SamplingParams
+from baton.core.request.request import Adapter, Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.lora.adapter_room import AdapterRoom
 from baton.engine.scheduling.sequence import Sequence

@@ -17,7 +17,8 @@ from baton.core.errors import (
     InvalidRequest,
     StartupFailed,
 )
-from baton.core.request.request import FinishReason, Request, SamplingParams
+from baton.core.request.request import FinishReason, Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import BlockHash, Tier
 from baton.decode_node import engine_main as decode_main
 from baton.engine.kv.limits import EngineLimits

@@ -9,7 +9,8 @@ import pytest
 from fakes.clock import FakeClock
 
 from baton.core.errors import TrialRefused
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.node.requests.request_io import Entry, RequestIO
 from baton.node.requests.trials import Trials
 
