@@ -38,10 +38,11 @@ from itertools import chain
 from ...core.request.request import Request
 from ..kv.block_pool import BlockPool
 from ..kv.limits import EngineLimits
-from .admission import Admission, Footprint, OutputLengthEstimator
+from .admission import Admission, OutputLengthEstimator
 from .block_tables import BlockTables
 from .costs.step_cost_estimator import StepCostEstimator
 from .forks import Forks
+from .peak_blocks import Footprint
 from .pipeline_share import PipelineShare
 from .preemption import Preemption
 from .queues import Queues

@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 from baton.core.request.request import Request, SamplingParams
 from baton.core.request.token_ids import root_hash
 from baton.engine.kv.limits import EngineLimits
-from baton.engine.scheduling.admission import (
-    Admission,
-    Footprint,
-    OutputLengthEstimator,
-    peak_blocks,
-)
+from baton.engine.scheduling.admission import Admission, OutputLengthEstimator
+from baton.engine.scheduling.peak_blocks import Footprint, peak_blocks
 from baton.engine.scheduling.sequence import Sequence
 
 
