@@ -26,7 +26,6 @@ from operator import mul
 KNOTS = (0, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows
 _WIDTHS = tuple(end - begin for begin, end in pairwise(KNOTS))
 LEAST_PROMPT_TOKENS = 16  # of a step with decodes, or a prompt would wait for ever
-_MOST_PART_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +40,6 @@ class StepShape:
     @property
     def num_rows(self) -> int:
         return self.num_prompt_tokens + self.num_decodes
-
-    @property
-    def num_prompt_tokens_due(self) -> int:
-        """How many it lacks of the least that a step has where prompts wait."""
-        return max(0, LEAST_PROMPT_TOKENS - self.num_prompt_tokens)
-
-    def scaled_to(self, num_decodes: int) -> StepShape:
-        """Decodes alone: so many with contexts like those here, of which there is one at least."""
-        keys = self.keys * num_decodes // self.num_decodes
-        return StepShape(num_decodes=num_decodes, keys=keys)
 
     def with_prompt(self, num_tokens: int, context: int) -> StepShape:
         """With so many more tokens of a prompt of which `context` are computed."""
@@ -108,23 +97,3 @@ class StepCost:
         if takes_s(most) <= seconds:
             return most
         return bisect_right(range(1, most), seconds, key=takes_s)
-
-    def promised_tokens(self, promise_s: float, beside: StepShape, context: int, most: int) -> int:
-        """How many tokens of a prompt a step takes that keeps a promise to its decodes.
-
-        With those beside never fewer than LEAST_PROMPT_TOKENS, and not many more than were ever
-        measured.
-        """
-        most = min(most, max(LEAST_PROMPT_TOKENS, 2 * self.max_rows))
-        room = self.prompt_tokens_within(promise_s, beside, context, most)
-        return max(room, min(most, beside.num_prompt_tokens_due))
-
-    @property
-    def is_sane(self) -> bool:
-        """Whether an engine's heartbeat may be believed: no part negative or of hours, none free.
-        Larger finite ones have sums that are not."""
-        mixed = (self.mixed_s, self.mixed_pair_s)
-        parts = (self.base_s, *self.row_s, self.pair_s, self.key_s, *mixed)
-        if len(self.row_s) != len(KNOTS) or not all(0 <= part < _MOST_PART_S for part in parts):
-            return False
-        return any(parts)

@@ -90,11 +90,11 @@ class StepPromise:
         While a step that is in no graph is launched, the one in front ends, and its tokens wait.
         """
         overrun = self._step_costs.overruns.factor
-        num_tokens = cost.promised_tokens(target_s / overrun(), beside, context, most)
+        num_tokens = promised_tokens(cost, target_s / overrun(), beside, context, most)
         graph_rows, most = self._limits.graph_rows, min(most, 2 * cost.max_rows)
         if not graph_rows:
             return num_tokens
-        least, in_graph = beside.num_prompt_tokens_due, self._limits.graph_prompt_tokens
+        least, in_graph = num_tokens_due(beside), self._limits.graph_prompt_tokens
         largest = min(graph_rows[-1] - beside.num_rows, in_graph - beside.num_prompt_tokens)
         if num_tokens >= largest:
             if self.in_front_s + self._step_costs.launch_s <= target_s:
@@ -141,3 +141,19 @@ class StepPromise:
         num_more = request.num_sequences + num_coming
         keys = sum(lengths) + num_more * request.num_known_tokens
         return queues.share_of(len(lengths) + num_more, keys)
+
+
+def promised_tokens(
+    cost: StepCost, promise_s: float, beside: StepShape, context: int, most: int
+) -> int:
+    """How many tokens of a prompt, behind `context` computed ones, a step takes that keeps a
+    promise to the decodes `beside`: at least what `num_tokens_due` is, and not many more than any
+    measured step had."""
+    most = min(most, max(LEAST_PROMPT_TOKENS, 2 * cost.max_rows))
+    room = cost.prompt_tokens_within(promise_s, beside, context, most)
+    return max(room, min(most, num_tokens_due(beside)))
+
+
+def num_tokens_due(shape: StepShape) -> int:
+    """Prompt tokens that the step lacks of the least that it has where prompts wait."""
+    return max(0, LEAST_PROMPT_TOKENS - shape.num_prompt_tokens)
