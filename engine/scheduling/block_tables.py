@@ -125,10 +125,6 @@ class BlockTables:
         self.num_host_hit_tokens += num_tokens
         self.store(sequence)
 
-    def has_room(self, sequence: Sequence) -> bool:
-        """Whether its blocks cover all its slots already."""
-        return sequence.num_slots <= len(sequence.block_ids) * self._block_size
-
     def grow(self, sequence: Sequence) -> bool:
         """Make its blocks cover all its slots; False if the pool has too few left."""
         num_missing = -(-sequence.num_slots // self._block_size) - len(sequence.block_ids)

@@ -23,7 +23,7 @@ class Preemption:
 
     def make_room(self, sequence: Sequence, schedule: Schedule) -> bool:
         """Slots for all its tokens, preempting others if need be; False: not in this step."""
-        if self._tables.has_room(sequence):
+        if sequence.num_slots <= len(sequence.block_ids) * self._limits.block_size:
             return True
         if self.has_outgrown_pool(sequence, schedule):
             return False
@@ -96,7 +96,7 @@ class Preemption:
             return None
         group = preemptible[0].group
         others = [one for one in preemptible[1:] if one.group is None or one.group is not group]
-        victims = [one for one in others if one.is_young_prompt] or others
+        victims = [one for one in others if _is_young_prompt(one)] or others
         return victims[-1] if victims else None
 
     def has_outgrown_pool(self, sequence: Sequence, schedule: Schedule) -> bool:
@@ -140,3 +140,8 @@ class Preemption:
         sequence.state = SequenceState.WAITING
         _, _, num_to_compute = self._tables.find(sequence)
         self._queues.add(sequence, num_to_compute, is_first=True)
+
+
+def _is_young_prompt(sequence: Sequence) -> bool:
+    """Whether it is computed for the first time and has no output token yet."""
+    return sequence.is_prefilling and not sequence.num_outputs and not sequence.was_preempted

@@ -259,7 +259,6 @@ class Scheduler:
 
     def _admit_waiting(self, schedule: Schedule, *, before: Sequence | None = None) -> None:
         """Admit from the head of the queue on; only what may go `before` a running prefill."""
-        host = self._tables.host
         beside: list[Footprint] | None = None  # of all that have blocks
         while schedule.num_budget_tokens:
             sequence = self.queues.next_to_admit
@@ -270,24 +269,9 @@ class Scheduler:
                 beside = None
                 continue
             if before is not None and not self._may_pass(sequence, before, num_tokens=1):
-                return  # as far as can be told without a look into the prefix cache
+                return  # known before the prefix cache is searched
             matched, in_host, num_tokens = self._tables.find(sequence)
-            if schedule.would_stretch(sequence.request.caller_id, num_tokens):
-                if before is None:
-                    self._is_long_due = True
-                    self.queues.waiting.pin_head()  # it begins the next step, whoever comes
-                return
-            context = sequence.num_tokens - num_tokens
-            if before is None:
-                self._keep_behind(schedule, context)
-                may_begin = schedule.should_begin(num_tokens)
-            else:
-                is_shorter = _MUCH_SHORTER * num_tokens <= before.num_unlaunched_tokens
-                may_begin = self._may_pass(sequence, before, num_tokens) and (
-                    self._can_end(schedule, num_tokens, context)
-                    or (is_shorter and not schedule.num_prompt_tokens)
-                )
-            if not may_begin:
+            if not self._may_begin(sequence, num_tokens, schedule, before):
                 return
             if beside is None:
                 beside = self._admission.footprints(self.queues.owners())
@@ -299,16 +283,38 @@ class Scheduler:
             self.queues.take_in(sequence.group)
             sequence.num_prefill_tokens = sequence.num_tokens
             sequence.is_passing = before is not None
+            host = self._tables.host
             if host is not None and in_host is not None:
                 sequence.state = SequenceState.LOADING
                 self.queues.loading[sequence] = host.load(sequence, in_host)
             else:
                 self.queues.run(sequence)
-                self._keep_behind(schedule, context)
+                self._keep_behind(schedule, sequence.num_launched_tokens)
                 schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
             beside += self._admission.footprints([sequence])
             if matched and host is not None:
                 host.write(sequence)  # their second use
+
+    def _may_begin(
+        self, sequence: Sequence, num_tokens: int, schedule: Schedule, before: Sequence | None
+    ) -> bool:
+        """Whether a waiting prompt with `num_tokens` to compute begins in this step, `before` a
+        running prefill if there is one. One that is too long for the step begins the next."""
+        if schedule.would_stretch(sequence.request.caller_id, num_tokens):
+            if before is None:
+                self._is_long_due = True
+                self.queues.waiting.pin_head()
+            return False
+        context = sequence.num_tokens - num_tokens
+        if before is None:
+            self._keep_behind(schedule, context)
+            return schedule.should_begin(num_tokens)
+        if not self._may_pass(sequence, before, num_tokens):
+            return False
+        is_shorter = _MUCH_SHORTER * num_tokens <= before.num_unlaunched_tokens
+        return self._can_end(schedule, num_tokens, context) or (
+            is_shorter and not schedule.num_prompt_tokens
+        )
 
     def _may_pass(self, sequence: Sequence, prefill: Sequence, num_tokens: int) -> bool:
         """Whether a waiting prompt with so many tokens to compute goes before a running prefill.

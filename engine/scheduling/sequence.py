@@ -217,11 +217,6 @@ class Sequence:
         return self.num_launched_tokens < self.num_prefill_tokens
 
     @property
-    def is_young_prompt(self) -> bool:
-        """Whether it is still computed for the first time, and nobody has a token of it."""
-        return self.is_prefilling and not self.num_outputs and not self.was_preempted
-
-    @property
     def has_prefill_in_flight(self) -> bool:
         """Whether tokens that were known at its admission are launched, but not computed."""
         num_launched_tokens = min(self.num_launched_tokens, self.num_prefill_tokens)
