@@ -87,16 +87,6 @@ class EngineLimits:
             raise InvalidRequest("max_tokens leaves nothing to generate", param="max_tokens")
         self.check_fits(num_tokens + 1)
 
-    def check_beams(self, request: Request) -> None:
-        """Raise the InvalidRequest if its search could not even begin here."""
-        width = request.num_sequences
-        if width > self.max_num_seqs:
-            raise InvalidRequest(
-                f"best_of {width} is more than the {self.max_num_seqs} sequences of a step",
-                "best_of",
-            )
-        self.check_fits(request.num_known_tokens + 1 + (width - 1) * self.block_size)
-
     def check_fits(self, num_tokens: int) -> None:
         """Raise PromptTooLarge if `num_tokens` tokens exceed the whole pool."""
         needed = self.blocks_for(num_tokens)
