@@ -18,7 +18,6 @@ Knows no request and no memory. Belongs to the scheduler's thread.
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -105,16 +104,18 @@ class BlockCounts:
     reserved: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Fence:
     """References held by work on the device (a step, a copy) until it has completed."""
 
-    def __init__(self, pool: BlockPool, block_ids: Sequence[int]) -> None:
-        self._pool = pool
-        self.block_ids = tuple(block_ids)
+    block_ids: tuple[int, ...]
+    _pool: BlockPool
 
     def close(self) -> None:
-        """The work is over. A second call does nothing."""
-        self._pool._close(self)
+        """The work has completed. A second call does nothing."""
+        if self in self._pool.open_fences:
+            self._pool.open_fences.remove(self)
+            self._pool.release(self.block_ids)
 
 
 class BlockPool:
@@ -129,8 +130,8 @@ class BlockPool:
         self._is_kept = bytearray(num_blocks)
         self._free = list(range(num_blocks - 1, NUM_RESERVED_BLOCKS - 1, -1))  # a stack
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._fences: set[Fence] = set()
-        self._on_evict: Callable[[Sequence[int]], None] | None = None
+        self.open_fences: set[Fence] = set()
+        self.on_evict: Callable[[Sequence[int]], None] | None = None  # of kept blocks, before
 
     @property
     def capacity(self) -> int:
@@ -146,10 +147,6 @@ class BlockPool:
     def counts(self) -> BlockCounts:
         held = self.capacity - self.num_available
         return BlockCounts(len(self._free), len(self._cached), held, NUM_RESERVED_BLOCKS)
-
-    @property
-    def open_fences(self) -> tuple[Fence, ...]:
-        return tuple(self._fences)
 
     def num_refs(self, block_id: int) -> int:
         return self._num_refs[block_id]
@@ -217,16 +214,11 @@ class BlockPool:
             assert num_refs[block_id] > 0, f"block {block_id} is nobody's"
             is_kept[block_id] = True
 
-    def on_evict(self, listener: Callable[[Sequence[int]], None]) -> None:
-        """Call `listener(block_ids)` for kept blocks before their content is given up."""
-        assert self._on_evict is None, "the pool has a listener already"
-        self._on_evict = listener
-
     def open_fence(self, ids: Sequence[int]) -> Fence:
         """Keep `ids` from being handed out anew until the fence is closed."""
-        fence = Fence(self, ids)
+        fence = Fence(tuple(ids), self)
         self.acquire(fence.block_ids)
-        self._fences.add(fence)
+        self.open_fences.add(fence)
         return fence
 
     def _evict(self, n: int) -> None:
@@ -234,20 +226,6 @@ class BlockPool:
         for block_id in ids:
             del self._cached[block_id]
             self._is_kept[block_id] = False
-        if self._on_evict is not None:
-            self._on_evict(ids)
+        if self.on_evict is not None:
+            self.on_evict(ids)
         self._free += ids
-
-    def _close(self, fence: Fence) -> None:
-        if fence in self._fences:
-            self._fences.remove(fence)
-            self.release(fence.block_ids)
-
-
-def canary_bytes(incarnation: str, block_bytes: int) -> bytes:
-    """What the canary block of `incarnation` holds: a stream in which every position differs.
-
-    It is written once at start; a puller copies it and compares before it trusts its window. A
-    wrong offset, stride, length, byte order or process shows as a difference.
-    """
-    return hashlib.shake_128(f"baton canary {incarnation}".encode()).digest(block_bytes)

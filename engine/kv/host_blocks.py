@@ -61,7 +61,7 @@ class HostBlocks:
     """`num_blocks` blocks, of which `num_free` hold nothing and wait for nothing."""
 
     def __init__(self) -> None:
-        self._on_evict: Callable[[list[BlockHash]], None] | None = None
+        self.on_evict: Callable[[list[BlockHash]], None] | None = None
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: list[BlockHash | None] = []
         self._generations: list[int] = []
@@ -86,11 +86,6 @@ class HostBlocks:
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    def on_evict(self, listener: Callable[[list[BlockHash]], None]) -> None:
-        """Call `listener(hashes)` with what was given up."""
-        assert self._on_evict is None, "the blocks have a listener already"
-        self._on_evict = listener
 
     def grow(self, num_blocks: int) -> None:
         """There are so many blocks now, no fewer than before."""
@@ -214,8 +209,8 @@ class HostBlocks:
             n -= num_gone
         for entry in set_aside:
             heapq.heappush(self._queue, entry)
-        if evicted and self._on_evict is not None:
-            self._on_evict(evicted)
+        if evicted and self.on_evict is not None:
+            self.on_evict(evicted)
 
     def _oldest(
         self, spared: Container[Family], set_aside: list[tuple[int, int, Family]]

@@ -15,6 +15,7 @@ buffers of transports come later and are not in the share.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Callable
@@ -180,3 +181,12 @@ def _measure(device: torch.device, run_largest_step: Callable[[], None]) -> None
             hint="lower --prefill-chunk-tokens, --max-num-batched-tokens or --max-num-seqs",
         ) from error
     torch.cuda.synchronize(device)
+
+
+def canary_bytes(incarnation: str, block_bytes: int) -> bytes:
+    """What the canary block of `incarnation` holds: a stream in which every position differs.
+
+    It is written once at start; a puller copies it and compares before it trusts its window. A
+    wrong offset, stride, length, byte order or process shows as a difference.
+    """
+    return hashlib.shake_128(f"baton canary {incarnation}".encode()).digest(block_bytes)

@@ -41,13 +41,13 @@ class PrefixCache:
         self._in_host: AbstractSet[BlockHash] = frozenset()
         if host is not None:
             self._in_host = host.hashes
-            host.on_evict(self._left_host)
+            host.on_evict = self._left_host
         self._pool = pool
         self._observer = observer
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
         self._undrafted: set[int] = set()
-        pool.on_evict(self._remove)
+        pool.on_evict = self._remove
 
     def __len__(self) -> int:
         return len(self._block_of)
