@@ -1,19 +1,18 @@
-"""How long a step of an engine takes, as a function of what is in it. Pure: no engine, no clock.
+"""The time that a step of an engine takes, as a function of what is in it. No engine, no clock.
 
     seconds = base + products(rows) + attention * pairs + context * keys
             + (mixed + mixed attention * pairs, of prompts and decodes in one step)
 
-    rows    prompt tokens and decodes: the products of weights. A line of pieces between KNOTS that
-            never falls. Weights are read once, whatever the rows, until arithmetic takes longer;
-            of a mixture, more experts with each of the first rows, until all are
+    rows    prompt tokens and decodes, which the weights are multiplied with: piecewise linear
+            between KNOTS, never falling. Weights are read once, whatever the rows, until arithmetic
+            takes longer; in a mixture of experts the first rows add experts until all are read
     pairs   (query, key) of prompt tokens: a chunk of n behind c tokens has n * c + n * (n + 1) / 2
     keys    that decodes read: the sum of their contexts
-    mixed   two kinds of attention in one step, which are in each other's way
+    mixed   both kinds of attention in one step, which slow each other down
 
 Engines measure it (engine/scheduling/costs/step_cost_estimator.py), plan by it, and send it with
-their heartbeats; gateways estimate by it what a request would take at each engine. Of an engine
-with stages it is the time of one stage: what a request alone would wait for the others is not in
-it.
+heartbeats; gateways estimate with it how long a request would take on each engine. For a pipeline
+it is the time of one stage: the time that a single request waits for the others is not included.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from operator import mul
 
 KNOTS = (0, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows
 _WIDTHS = tuple(end - begin for begin, end in pairwise(KNOTS))
-LEAST_PROMPT_TOKENS = 16  # of a step with decodes, or a prompt would wait for ever
+LEAST_PROMPT_TOKENS = 16  # of a step with decodes: prompts must make progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class StepShape:
         return self.num_prompt_tokens + self.num_decodes
 
     def with_prompt(self, num_tokens: int, context: int) -> StepShape:
-        """With so many more tokens of a prompt of which `context` are computed."""
+        """This step with `num_tokens` more of a prompt of which `context` are computed."""
         return StepShape(
             self.num_prompt_tokens + num_tokens,
             self.pairs + pairs_of(num_tokens, context),
@@ -58,9 +57,9 @@ def pairs_of(num_tokens: int, context: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """In seconds; none is negative. `row_s[i]`: what each row from KNOTS[i] to the next one adds.
+    """In seconds; none is negative. `row_s[i]`: for each row from KNOTS[i] to the next knot.
 
-    `max_rows`: of the steps that it was measured on; beyond twice as many it is a guess.
+    `max_rows`: the most rows of a measured step; beyond twice as many it is a guess.
     """
 
     base_s: float
@@ -88,8 +87,8 @@ class StepCost:
     def prompt_tokens_within(
         self, seconds: float, beside: StepShape, context: int, most: int
     ) -> int:
-        """How many tokens of a prompt, behind `context` of its own, a step has room for that is to
-        take no longer than `seconds`; 0 to `most`."""
+        """How many tokens of a prompt, behind `context` computed ones, fit into a step that takes
+        no longer than `seconds`; 0 to `most`."""
 
         def takes_s(num_tokens: int) -> float:
             return self.seconds(beside.with_prompt(num_tokens, context))

@@ -184,9 +184,9 @@ def _measure(device: torch.device, run_largest_step: Callable[[], None]) -> None
 
 
 def canary_bytes(incarnation: str, block_bytes: int) -> bytes:
-    """What the canary block of `incarnation` holds: a stream in which every position differs.
+    """The content of the canary block of `incarnation`: every position differs.
 
-    It is written once at start; a puller copies it and compares before it trusts its window. A
-    wrong offset, stride, length, byte order or process shows as a difference.
+    It is written once at start; a puller copies and compares it before it uses its window. A wrong
+    offset, stride, length, byte order or process shows as a difference.
     """
     return hashlib.shake_128(f"baton canary {incarnation}".encode()).digest(block_bytes)

@@ -1,8 +1,8 @@
-"""Whether one more sequence fits: an estimate of output lengths, and of the blocks that all
-sequences will hold at most by these (peak_blocks.py).
+"""Whether one more sequence fits, by the estimated lengths of outputs and the most blocks that all
+sequences will then hold at once (peak_blocks.py).
 
-It is an estimate: outputs may be longer than estimated, and prefills take their time. Whoever
-admits by it must be able to preempt.
+Outputs may be longer than estimated, and prefills take time: the scheduler that admits by this has
+to be able to preempt.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..kv.limits import EngineLimits
 from .peak_blocks import Footprint, peak_blocks
 from .sequence import Sequence
 
-_FEW_OUTPUTS = 32  # a mean of more would follow another mix of requests too late
+_FEW_OUTPUTS = 32  # for the mean: of more it would follow a new mix of requests too late
 
 
 class OutputLengthEstimator:
-    """How long will it get? The past answers: a high quantile of recent output lengths.
+    """How long an output will get: a high quantile of recent output lengths.
 
-    Only outputs longer than what a request already has say anything about it; if there are none,
-    it is taken to use all of its max_tokens.
+    Of these only the outputs longer than what the request already has are considered; if there are
+    none, it is expected to use all of its max_tokens.
     """
 
     def __init__(self, *, window: int = 512, quantile: float = 0.9) -> None:
@@ -46,13 +46,13 @@ class OutputLengthEstimator:
 
     @property
     def mean(self) -> float:
-        """Of the last few that ended; 0 while nothing was observed."""
+        """The mean of the last few outputs; 0 before the first."""
         few = [*islice(reversed(self._recent), _FEW_OUTPUTS)]
         return fmean(few) if few else 0.0
 
     @property
     def expected(self) -> int:
-        """Of a new request, whatever its max_tokens; 0 while nothing was observed."""
+        """The estimate for a new request, whatever its max_tokens; 0 before the first output."""
         return self.estimate(0, self._ordered[-1]) if self._ordered else 0
 
     def estimate(self, num_generated: int, max_tokens: int) -> int:
@@ -67,21 +67,22 @@ class OutputLengthEstimator:
 
 
 class Admission:
-    """Judges whether one more sequence fits beside those that have blocks."""
+    """Decides whether one more sequence fits beside those that have blocks."""
 
     def __init__(self, limits: EngineLimits, estimator: OutputLengthEstimator) -> None:
         self._limits = limits
         self._estimator = estimator
 
     def footprints(self, sequences: Iterable[Sequence]) -> list[Footprint]:
-        """Of those that have blocks; they hold until a step is launched or one of them ends."""
+        """Of sequences that have blocks; valid until a step is launched or one of them ends."""
         return [self._footprint(sequence, sequence.block_ids) for sequence in sequences]
 
     def fits(self, candidate: Sequence, matched: list[int], others: list[Footprint]) -> bool:
-        """Whether the pool could hold the estimated peak; `matched` are cached blocks to share.
+        """Whether the pool can hold the estimated peak; `matched` are cached blocks to share.
 
-        A candidate with nobody to wait for fits: however long it is estimated to get, waiting
-        would not help it. What is held ends by itself: the rest of a search may wait for that.
+        A candidate beside nothing but held sequences fits: however long it is expected to get,
+        waiting would not help. Held sequences end by themselves, so a beam search may wait for
+        them.
         """
         may_wait = bool(others) and candidate.group is not None
         if not candidate.is_held and not may_wait and all(f.is_held for f in others):
@@ -89,7 +90,7 @@ class Admission:
         own = self._footprint(candidate, matched)
         footprints = [*others, own, *self._footprints_of_group(candidate)]
         block_size, capacity = self._limits.block_size, self._limits.capacity
-        # Thousands of blocks need to be told apart only where it matters.
+        # Comparing thousands of block ids is only needed if the bound does not fit.
         if peak_blocks(footprints, block_size, is_bound=True) <= capacity:
             return True
         return peak_blocks(footprints, block_size) <= capacity
@@ -97,10 +98,10 @@ class Admission:
     def room(
         self, sequences: Iterable[Sequence], pending: Iterable[Request], num_held_blocks: int
     ) -> int:
-        """Blocks that are left beside the estimated peak of all sequences and pending requests.
+        """Blocks left beside the estimated peak of all sequences and pending requests.
 
-        Forks to come share their prompt's full blocks. `num_held_blocks` says whether any blocks
-        are shared. Takes no time for more than fills the pool.
+        Forks to come share their prompt's full blocks. Whether any blocks are shared is known by
+        `num_held_blocks`. Stops at what fills the pool.
         """
         limits, capacity = self._limits, self._limits.capacity
         footprints, num_new_blocks, num_refs = list[Footprint](), 0, 0
@@ -129,7 +130,7 @@ class Admission:
     ) -> bool:
         """Whether the KV that is held for pullers leaves room for the candidate's.
 
-        The first one passes whatever its size: nothing is there to wait for.
+        If none is held, any candidate passes: there is nothing to wait for.
         """
         held_by, limit = list(holders), self._limits.held_blocks_limit
         num_blocks = self._limits.blocks_for(candidate.num_slots)
@@ -145,15 +146,15 @@ class Admission:
         return [Footprint(num_slots, num_growth, []), *forks]
 
     def _footprints_of_forks(self, request: Request, num_forks: int) -> list[Footprint]:
-        """What forks to come do not share with the sequence that they leave."""
+        """The slots that forks to come do not share with their parent."""
         num_tokens = request.num_known_tokens
         num_growth = self._num_growth(request, len(request.output_token_ids), num_tokens + 1)
         num_own = num_tokens % self._limits.block_size + 1
         return [Footprint(num_own, num_growth, [])] * num_forks
 
     def _footprints_of_group(self, leader: Sequence) -> list[Footprint]:
-        """What the others of its group, that will share its blocks, have of their own: behind the
-        prompt, as if each had chosen other tokens from the first on."""
+        """The slots that the absent members of the leader's group will not share with it: all
+        behind the prompt, as if their outputs differed from the first token on."""
         group = leader.group
         if group is None or group.members[0] is not leader or not group.num_absent:
             return []
@@ -170,7 +171,7 @@ class Admission:
         return Footprint(num_slots, num_growth, block_ids)
 
     def _num_growth(self, request: Request, num_outputs: int, num_slots: int) -> int:
-        """Slots to come of a request that has `num_outputs` tokens and `num_slots` by now."""
+        """Slots to come of a request with `num_outputs` output tokens and `num_slots` slots."""
         num_left = self._estimator.estimate(num_outputs, self._limits.max_outputs(request))
         num_tokens = len(request.prompt_token_ids) + num_outputs
         return max(0, num_tokens + num_left - 1 - num_slots)  # the last one's is never computed

@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 
 class Footprint(NamedTuple):
-    """What one sequence needs now and later; a tuple, since many are made at once.
+    """The slots of one sequence, now and later; a tuple, since many are made at once.
 
-    `num_tokens` slots now, `num_growth_tokens` more before it ends; `block_ids` are the blocks of
-    these that exist already, possibly shared with other sequences. A held sequence does not grow
-    and outlives all others.
+    It has `num_tokens` slots now and gets `num_growth_tokens` more before it ends; `block_ids` are
+    those of its blocks that are allocated already, possibly shared with other sequences. A held
+    sequence does not grow and outlives all others.
     """
 
     num_tokens: int
@@ -34,15 +34,15 @@ class Footprint(NamedTuple):
 def peak_blocks(footprints: Iterable[Footprint], block_size: int, *, is_bound: bool = False) -> int:
     """The most blocks held at once if every sequence grows one slot a step and then ends.
 
-    Exact in whole blocks; a shared block counts once, and until the last of its sequences ends.
-    O(n log n) in sequences, O(1) a block. `is_bound`: shared blocks count for each sequence; looks
-    at no block.
+    Exact in whole blocks; a shared block counts once, until the last of its sequences ends.
+    O(n log n) in sequences, O(1) a block. `is_bound`: an upper bound, for which shared blocks count
+    for each sequence and block ids are not read.
     """
     ordered = sorted(footprints, key=lambda f: (f.is_held, f.num_growth_tokens), reverse=True)
     seen: set[int] = set()
     num_fixed = 0  # whole blocks of the first i sequences, each shared one counted once
     num_growing = 0
-    tails = [0] * block_size  # of those that grow: how many have k tokens in their last block
+    tails = [0] * block_size  # how many that grow have k tokens in their last block
     peak = 0
     for footprint in ordered:
         if not is_bound:
