@@ -160,7 +160,7 @@ class FairQueue(Generic[T]):
     def _forget_idle(self) -> None:
         """Drop counters at the floor: their callers would be raised to it anyway."""
         if any(served <= self._floor for served in self._idle.values()):
-            above = {one: had for one, had in self._idle.items() if had > self._floor}
+            above = {i: served for i, served in self._idle.items() if served > self._floor}
             self._idle = above
 
     def _next(self) -> _Caller[T]:

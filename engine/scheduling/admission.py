@@ -134,7 +134,7 @@ class Admission:
         """
         held_by, limit = list(holders), self._limits.held_blocks_limit
         num_blocks = self._limits.blocks_for(candidate.num_slots)
-        if not held_by or sum(len(one.block_ids) for one in held_by) + num_blocks <= limit:
+        if not held_by or sum(len(s.block_ids) for s in held_by) + num_blocks <= limit:
             return True
         held = distinct_blocks(held_by)
         return not held or len(held.union(matched)) + num_blocks - len(matched) <= limit

@@ -23,7 +23,7 @@ class PipelineShare:
     @property
     def num_decodes(self) -> int:
         """The most that a step has, so that all have as many."""
-        num_decodes = sum(not one.is_prefilling for one in self._queues.running)
+        num_decodes = sum(not s.is_prefilling for s in self._queues.running)
         return -(-num_decodes // self._limits.num_stages)
 
     def limit_prompts(self, schedule: Schedule) -> None:
@@ -31,7 +31,7 @@ class PipelineShare:
         pass S stages in n + S - 1 step times: once the cost is measured, the step size is the one
         that makes that shortest."""
         queues, limits = self._queues, self._limits
-        num_tokens = sum(one.num_unlaunched_tokens for one in queues.running if one.is_prefilling)
+        num_tokens = sum(s.num_unlaunched_tokens for s in queues.running if s.is_prefilling)
         num_tokens += sum(queues.waiting.waiting_tokens().values())
         cost = self._step_costs.estimate()
         known = 0 if cost is None else 2 * cost.max_rows  # beyond that the estimate is a guess
@@ -48,7 +48,7 @@ class PipelineShare:
         behind = limits.num_stages - 1
         size = min(step_s, key=lambda size: (-(-num_tokens // size) + behind) * step_s[size])
         # Behind a larger step a smaller one waits for the next stage as long as a large one.
-        if any(one.has_prefill_in_flight for one in queues.running):
+        if any(s.has_prefill_in_flight for s in queues.running):
             size = max(size, self._last_tokens)
         schedule.limit_prompts(size)
 
@@ -62,8 +62,8 @@ class PipelineShare:
         computes while the host receives the results of the last stage. Decodes would wait for it.
         """
         is_decoding = any(
-            not (one.is_prefilling or one.is_held or self._has_its_last(one))
-            for one in self._queues.running
+            not (s.is_prefilling or s.is_held or self._has_its_last(s))
+            for s in self._queues.running
         )
         return self._limits.num_stages + (not is_decoding)
 

@@ -90,12 +90,12 @@ class Preemption:
     def next_victim(self) -> Sequence | None:
         """The latest prompt that is half computed, or else the latest arrival; never the oldest
         sequence, its beams, or a held one. A prompt that was preempted once counts as a decode."""
-        preemptible = [one for one in self._queues.running if not one.is_held]
+        preemptible = [s for s in self._queues.running if not s.is_held]
         if not preemptible:
             return None
         group = preemptible[0].group
-        others = [one for one in preemptible[1:] if one.group is None or one.group is not group]
-        victims = [one for one in others if _is_young_prompt(one)] or others
+        others = [s for s in preemptible[1:] if s.group is None or s.group is not group]
+        victims = [s for s in others if _is_young_prompt(s)] or others
         return victims[-1] if victims else None
 
     def has_outgrown_pool(self, sequence: Sequence, schedule: Schedule) -> bool:

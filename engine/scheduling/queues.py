@@ -58,7 +58,7 @@ class Queues:
     @property
     def parked(self) -> list[Sequence]:
         """Prompts that wait for their adapter's slot."""
-        return [one for one in self.in_adapter_room if one.state is SequenceState.WAITING]
+        return [s for s in self.in_adapter_room if s.state is SequenceState.WAITING]
 
     def owners(self) -> Iterator[Sequence]:
         """All sequences that have blocks."""
@@ -97,7 +97,7 @@ class Queues:
     @property
     def has_prefills(self) -> bool:
         """Whether any running or loading prompt is not fully computed."""
-        computed = (one.num_computed_tokens >= one.num_prefill_tokens for one in self.running)
+        computed = (s.num_computed_tokens >= s.num_prefill_tokens for s in self.running)
         return bool(self.loading) or not all(computed)
 
     @property
@@ -105,7 +105,7 @@ class Queues:
         """Whether the next step may have prompt tokens."""
         has_next = self.next_to_admit is not None
         return has_next or any(
-            one.num_launched_tokens < one.num_prefill_tokens for one in reversed(self.running)
+            s.num_launched_tokens < s.num_prefill_tokens for s in reversed(self.running)
         )
 
     @property
@@ -128,7 +128,7 @@ class Queues:
 
     def decodes(self) -> StepShape:
         """The shape of a step of all decodes alone; in a pipeline, of one step's share of them."""
-        shape = step_shape([one for one in self.running if not one.is_prefilling])
+        shape = step_shape([s for s in self.running if not s.is_prefilling])
         return self.share_of(shape.num_decodes, shape.keys)
 
     def share_of(self, num_decodes: int, keys: int) -> StepShape:

@@ -95,18 +95,18 @@ class Schedule:
     @property
     def sequences(self) -> list[Sequence]:
         """All sequences in the order of the step."""
-        return [*self.clear, *(one for one, _ in self.others)]
+        return [*self.clear, *(s for s, _ in self.others)]
 
     def drop_preempted(self) -> None:
         """Remove sequences that were preempted, or have ended, since they were planned."""
-        self.clear = [one for one in self.clear if one.state is SequenceState.RUNNING]
+        self.clear = [s for s in self.clear if s.state is SequenceState.RUNNING]
         self.others = [s for s in self.others if s.sequence.state is SequenceState.RUNNING]
 
     def fit_drafts(self) -> None:
         """Remove tokens of sequences that have fewer drafts than when they were planned."""
         self.others = [
-            ScheduledSequence(one, min(num_tokens, one.num_unlaunched_tokens))
-            for one, num_tokens in self.others
+            ScheduledSequence(s, min(num_tokens, s.num_unlaunched_tokens))
+            for s, num_tokens in self.others
         ]
 
     def limit_prompts(self, num_tokens: int) -> None:
@@ -155,7 +155,7 @@ class Schedule:
 def step_shape(clear: Row[Sequence], others: Iterable[ScheduledSequence] = ()) -> StepShape:
     """The shape of a step, before it is launched, with one token of each `clear` sequence."""
     num_prompt_tokens = pairs = 0
-    num_decodes, keys = len(clear), sum([one.num_launched_tokens + 1 for one in clear])
+    num_decodes, keys = len(clear), sum([s.num_launched_tokens + 1 for s in clear])
     for sequence, num_tokens in others:
         num_launched = sequence.num_launched_tokens
         if num_launched < sequence.num_prefill_tokens:

@@ -129,7 +129,7 @@ class Scheduler:
         copied are computed by one of the sequences that share them; the others wait again, next in
         line, for other blocks."""
         loads = self.queues.loading.items()
-        ended = [(one, load, n) for one, load in loads if (n := load.num_good) is not None]
+        ended = [(s, load, n) for s, load in loads if (n := load.num_good) is not None]
         for sequence, load, num_blocks in ended:
             del self.queues.loading[sequence]
             if num_blocks >= load.num_shared:

@@ -58,14 +58,14 @@ class SequenceGroup:
 
     @property
     def has_ended(self) -> bool:
-        return all(one.state is SequenceState.ENDED for one in self.members)
+        return all(s.state is SequenceState.ENDED for s in self.members)
 
     @property
     def num_absent(self) -> int:
         """Sequences that will need blocks and have none: not forked yet, or parked."""
         if not self.is_forked:
             return self.width - 1
-        return sum(one.state is SequenceState.PARKED for one in self.members)
+        return sum(s.state is SequenceState.PARKED for s in self.members)
 
 
 @dataclass(slots=True, eq=False)

@@ -47,9 +47,9 @@ class StepPromise:
         pipeline a decode waits for a step of each other stage."""
         if self.tbt_target_s is None:
             return None
-        if not self.is_promising and all(one.is_held for one in self._queues.running):
+        if not self.is_promising and all(s.is_held for s in self._queues.running):
             return None
-        here = (one.request for one in self._queues.running if not one.is_held)
+        here = (s.request for s in self._queues.running if not s.is_held)
         targets_ms = (request.sampling.tbt_target_ms for request in here)
         strictest_s = min([self.tbt_target_s, *(ms / 1000 for ms in targets_ms if ms)])
         return max(strictest_s, self.tbt_target_s / 2) / self._limits.num_stages
@@ -60,7 +60,7 @@ class StepPromise:
 
     def keep(self, schedule: Schedule) -> None:
         """Limit the prompt tokens beside the step's decodes to what can be computed in time."""
-        prefills = [one for one in self._queues.running if one.is_prefilling]
+        prefills = [s for s in self._queues.running if s.is_prefilling]
         if prefills or self._queues.waiting:
             self.keep_behind(schedule, prefills[0].num_launched_tokens if prefills else 0)
 
@@ -133,11 +133,11 @@ class StepPromise:
         and `num_coming` more like it that the engine does not have yet."""
         queues = self._queues
         every = chain(queues.parked, queues.waiting, queues.loading, queues.running)
-        others = [one for one in every if not one.is_held]
-        lengths = [one.num_tokens for one in others]
-        for one in others:
-            if one.group is None or not one.group.is_forked:
-                lengths += [one.num_tokens] * one.num_to_come
+        others = [s for s in every if not s.is_held]
+        lengths = [s.num_tokens for s in others]
+        for s in others:
+            if s.group is None or not s.group.is_forked:
+                lengths += [s.num_tokens] * s.num_to_come
         num_more = request.num_sequences + num_coming
         keys = sum(lengths) + num_more * request.num_known_tokens
         return queues.share_of(len(lengths) + num_more, keys)

@@ -41,11 +41,15 @@ def fit_step_cost(points: list[tuple[StepShape, float]]) -> StepCost | None:
 def _features(shapes: list[StepShape]) -> np.ndarray:
     """[shapes, parts]: the base, rows beyond each of _STEEPER_AFTER that some shape exceeds enough,
     rows up to each of _FLATTER_AFTER, pairs, keys, whether it is mixed, and then its pairs."""
-    rows, pairs, keys = np.array([(one.num_rows, one.pairs, one.keys) for one in shapes], float).T
+    rows, pairs, keys = np.array(
+        [(shape.num_rows, shape.pairs, shape.keys) for shape in shapes], float
+    ).T
     is_reached = rows.max() >= _REACH * np.array(_STEEPER_AFTER)
     behind = np.maximum(0.0, rows[:, None] - _STEEPER_AFTER) * is_reached
     until = np.minimum(rows[:, None], _FLATTER_AFTER)
-    is_mixed = np.array([one.num_prompt_tokens > 0 < one.num_decodes for one in shapes], float)
+    is_mixed = np.array(
+        [shape.num_prompt_tokens > 0 < shape.num_decodes for shape in shapes], float
+    )
     mixed = (is_mixed, is_mixed * pairs)
     return np.column_stack([np.ones_like(rows), behind, until, pairs, keys, *mixed])
 
