@@ -75,7 +75,7 @@ class Admission:
 
     def footprints(self, sequences: Iterable[Sequence]) -> list[Footprint]:
         """Of sequences that have blocks; valid until a step is launched or one of them ends."""
-        return [self._footprint(sequence, sequence.block_ids) for sequence in sequences]
+        return [self.footprint(sequence, sequence.block_ids) for sequence in sequences]
 
     def fits(self, candidate: Sequence, matched: list[int], others: list[Footprint]) -> bool:
         """Whether the pool can hold the estimated peak; `matched` are cached blocks to share.
@@ -87,43 +87,13 @@ class Admission:
         may_wait = bool(others) and candidate.group is not None
         if not candidate.is_held and not may_wait and all(f.is_held for f in others):
             return True
-        own = self._footprint(candidate, matched)
-        footprints = [*others, own, *self._footprints_of_group(candidate)]
+        own = self.footprint(candidate, matched)
+        footprints = [*others, own, *self.footprints_of_group(candidate)]
         block_size, capacity = self._limits.block_size, self._limits.capacity
         # Comparing thousands of block ids is only needed if the bound does not fit.
         if peak_blocks(footprints, block_size, is_bound=True) <= capacity:
             return True
         return peak_blocks(footprints, block_size) <= capacity
-
-    def room(
-        self, sequences: Iterable[Sequence], pending: Iterable[Request], num_held_blocks: int
-    ) -> int:
-        """Blocks left beside the estimated peak of all sequences and pending requests.
-
-        Forks to come share their prompt's full blocks. Whether any blocks are shared is known by
-        `num_held_blocks`. Stops at what fills the pool.
-        """
-        limits, capacity = self._limits, self._limits.capacity
-        footprints, num_new_blocks, num_refs = list[Footprint](), 0, 0
-        for sequence in sequences:
-            block_ids = sequence.block_ids
-            footprints.append(self._footprint(sequence, block_ids))
-            if sequence.forks and not sequence.is_held:
-                footprints += self._footprints_of_forks(sequence.request, len(sequence.forks))
-            footprints += self._footprints_of_group(sequence)
-            num_refs += len(block_ids)
-            num_new_blocks += 0 if block_ids else limits.blocks_for(sequence.num_slots)
-            if num_new_blocks >= capacity:
-                return 0
-        for request in pending:
-            footprints += self._footprints_of_pending(request)
-            num_new_blocks += limits.blocks_for(request.num_known_tokens)
-            if num_new_blocks >= capacity:
-                return 0
-        room = capacity - peak_blocks(footprints, limits.block_size, is_bound=True)
-        if room < capacity // 2 and num_refs > num_held_blocks:  # as in `fits`
-            room = capacity - peak_blocks(footprints, limits.block_size)
-        return max(0, room)
 
     def has_credit(
         self, candidate: Sequence, matched: list[int], holders: Iterable[Sequence]
@@ -139,20 +109,7 @@ class Admission:
         held = distinct_blocks(held_by)
         return not held or len(held.union(matched)) + num_blocks - len(matched) <= limit
 
-    def _footprints_of_pending(self, request: Request) -> list[Footprint]:
-        num_slots = request.num_known_tokens + 1
-        num_growth = self._num_growth(request, len(request.output_token_ids), num_slots)
-        forks = self._footprints_of_forks(request, request.num_sequences - 1)
-        return [Footprint(num_slots, num_growth, []), *forks]
-
-    def _footprints_of_forks(self, request: Request, num_forks: int) -> list[Footprint]:
-        """The slots that forks to come do not share with their parent."""
-        num_tokens = request.num_known_tokens
-        num_growth = self._num_growth(request, len(request.output_token_ids), num_tokens + 1)
-        num_own = num_tokens % self._limits.block_size + 1
-        return [Footprint(num_own, num_growth, [])] * num_forks
-
-    def _footprints_of_group(self, leader: Sequence) -> list[Footprint]:
+    def footprints_of_group(self, leader: Sequence) -> list[Footprint]:
         """The slots that the absent members of the leader's group will not share with it: all
         behind the prompt, as if their outputs differed from the first token on."""
         group = leader.group
@@ -160,17 +117,17 @@ class Admission:
             return []
         num_shared = len(leader.request.prompt_token_ids) // self._limits.block_size
         num_own = leader.num_tokens - num_shared * self._limits.block_size + 1
-        num_growth = self._num_growth(leader.request, leader.num_outputs, leader.num_tokens + 1)
+        num_growth = self.num_growth(leader.request, leader.num_outputs, leader.num_tokens + 1)
         return [Footprint(num_own, num_growth, [])] * group.num_absent
 
-    def _footprint(self, sequence: Sequence, block_ids: Row[int]) -> Footprint:
+    def footprint(self, sequence: Sequence, block_ids: Row[int]) -> Footprint:
         num_slots = sequence.num_slots
         if sequence.is_held:
             return Footprint(num_slots, 0, block_ids, is_held=True)
-        num_growth = self._num_growth(sequence.request, sequence.num_outputs, num_slots)
+        num_growth = self.num_growth(sequence.request, sequence.num_outputs, num_slots)
         return Footprint(num_slots, num_growth, block_ids)
 
-    def _num_growth(self, request: Request, num_outputs: int, num_slots: int) -> int:
+    def num_growth(self, request: Request, num_outputs: int, num_slots: int) -> int:
         """Slots to come of a request with `num_outputs` output tokens and `num_slots` slots."""
         num_left = self._estimator.estimate(num_outputs, self._limits.max_outputs(request))
         num_tokens = len(request.prompt_token_ids) + num_outputs

@@ -67,6 +67,12 @@ class Queues:
         yield from self.reserved
         yield from self.held
 
+    def owners_and_head(self) -> Iterator[Sequence]:
+        """All sequences that have blocks, and the head of the waiting queue."""
+        yield from self.owners()
+        if (head := self.waiting.head) is not None:
+            yield head
+
     def holders(self) -> Iterator[Sequence]:
         """The sequences whose blocks are, or will be, held for pullers."""
         yield from self.held

@@ -33,10 +33,6 @@ Knows no runner and no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
-
-from ...core.request.request import Request
 from ..kv.block_pool import BlockPool
 from ..kv.limits import EngineLimits
 from .admission import Admission, OutputLengthEstimator
@@ -73,10 +69,9 @@ class Scheduler:
             self.pipeline = PipelineShare(limits, self.queues, step_costs)
         self.preemption = Preemption(limits, tables, self.queues)
         self.forks = Forks(limits, pool, tables, self.queues, self.preemption)
+        self.admission = Admission(limits, estimator)
         self._limits = limits
-        self._pool = pool
         self._tables = tables
-        self._admission = Admission(limits, estimator)
         self._is_long_due = False  # the last step left a long prompt out for others
 
     def add(self, sequence: Sequence) -> None:
@@ -96,7 +91,7 @@ class Scheduler:
         if sequence is None:
             return None
         matched = self._tables.match(sequence, sequence.num_tokens)
-        others = self._admission.footprints(self._owners_and_head())
+        others = self.admission.footprints(self.queues.owners_and_head())
         if not self._try_admit(sequence, matched, [], others):
             self.queues.refuse_head(self.queues.coming)
             return None
@@ -206,20 +201,6 @@ class Scheduler:
             most = 1 if needs_history else num_left - 1
             sequence.num_clear_tokens = min(num_slots, num_launched + most)
 
-    def room_blocks(self, pending: Iterable[Request]) -> int:
-        """Blocks beside the estimated peak of all sequences and of `pending` requests."""
-        known = chain(self.queues.owners(), self.queues.waiting)
-        return self._admission.room(known, pending, self._pool.counts.held)
-
-    def room_beside_running(self) -> int:
-        """Blocks beside the estimated peak of all that have blocks and of the head of the queue."""
-        return self._admission.room(self._owners_and_head(), (), self._pool.counts.held)
-
-    def _owners_and_head(self) -> Iterator[Sequence]:
-        yield from self.queues.owners()
-        if (head := self.queues.waiting.head) is not None:
-            yield head
-
     def _plan_prefills(self, schedule: Schedule, *, may_pass: bool) -> None:
         """The next chunks of running prefills, each after the waiting prompts that pass it."""
         is_passed = False
@@ -276,7 +257,7 @@ class Scheduler:
             if not self._may_begin(sequence, num_tokens, schedule, before):
                 return
             if beside is None:
-                beside = self._admission.footprints(self.queues.owners())
+                beside = self.admission.footprints(self.queues.owners())
             coming = [] if in_host is None else in_host.coming
             if not self._try_admit(sequence, matched, coming, beside):
                 self.queues.refuse_head(self.queues.waiting)
@@ -293,7 +274,7 @@ class Scheduler:
                 self.queues.run(sequence)
                 self._keep_behind(schedule, sequence.num_launched_tokens)
                 schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
-            beside += self._admission.footprints([sequence])
+            beside += self.admission.footprints([sequence])
             if matched and host is not None:
                 host.write(sequence)  # the matched blocks have a second use
 
@@ -337,7 +318,7 @@ class Scheduler:
         coming: list[int],
         beside: list[Footprint],
     ) -> bool:
-        admission, shared = self._admission, matched + coming
+        admission, shared = self.admission, matched + coming
         if sequence.is_held and not admission.has_credit(sequence, shared, self.queues.holders()):
             return False
         if not admission.fits(sequence, shared, beside):
