@@ -137,11 +137,11 @@ class Scheduler:
         """Plan a step; sequences that are not in it wait for budget or memory."""
         limits = self._limits
         schedule = Schedule(
-            limits.max_num_batched_tokens,
-            limits.num_spare_tokens,
-            limits.prefill_chunk_tokens,
-            limits.last_chunk_tokens,
-            0 if self._is_long_due else limits.small_step_tokens,
+            num_budget_tokens=limits.max_num_batched_tokens,
+            num_spare_tokens=limits.num_spare_tokens,
+            num_chunk_tokens=limits.prefill_chunk_tokens,
+            num_last_tokens=limits.last_chunk_tokens,
+            num_small_tokens=0 if self._is_long_due else limits.small_step_tokens,
         )
         may_pass, self._is_long_due = not self._is_long_due, False
         self._plan_decodes(schedule)
