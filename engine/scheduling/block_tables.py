@@ -80,7 +80,7 @@ class BlockTables:
             num_blocks += in_host.num_blocks
         return matched, in_host, sequence.num_tokens - num_blocks * self._block_size
 
-    def take(self, sequence: Sequence, matched: Row[int], coming: Row[int] = ()) -> bool:
+    def allocate(self, sequence: Sequence, matched: Row[int], coming: Row[int] = ()) -> bool:
         """Allocate blocks for all slots of a sequence without blocks, or none.
 
         Its first blocks are `matched`, which are computed, then those that are `coming`: on the
@@ -169,9 +169,9 @@ class BlockTables:
         """Free its blocks at its end."""
         if self.host is not None:
             self.host.write(sequence)
-        self.give_back(sequence)
+        self.free(sequence)
 
-    def give_back(self, sequence: Sequence) -> None:
+    def free(self, sequence: Sequence) -> None:
         """Free all its blocks; if it continues, its KV has to be recomputed."""
         for step in self._steps:
             if step.places.pop(sequence, None) is not None:

@@ -74,7 +74,7 @@ class Forks:
         or shared with the leader, whose tokens are all computed. False if there is no room."""
         matched = self._tables.match(parked, parked.num_tokens - 1)
         common = self._common(leader, parked)
-        if not self._tables.take(parked, max(matched, common, key=len)):
+        if not self._tables.allocate(parked, max(matched, common, key=len)):
             return False
         parked.num_prefill_tokens = parked.num_tokens
         self._queues.run(parked)

@@ -76,7 +76,7 @@ class Preemption:
         """It was admitted, but its blocks could not be loaded: it is next in line for others."""
         if sequence.group is not None:
             self._queues.groups.remove(sequence.group)
-        self._tables.give_back(sequence)
+        self._tables.free(sequence)
         self.wait_again(sequence)
 
     def _take_blocks(self, sequence: Sequence) -> None:
@@ -84,7 +84,7 @@ class Preemption:
         self._tables.store(sequence)  # blocks that were pulled may not be stored yet
         if self._tables.host is not None:
             self.num_swaps += self._tables.host.swap_out(sequence)
-        self._tables.give_back(sequence)
+        self._tables.free(sequence)
         sequence.was_preempted = True
 
     def next_victim(self) -> Sequence | None:
@@ -121,7 +121,7 @@ class Preemption:
         return False
 
     def _remove(self, sequence: Sequence) -> None:
-        self._queues.leave(sequence)
+        self._queues.remove(sequence)
         self._tables.end(sequence)
 
     def _check_fits_group(self, group: SequenceGroup) -> None:

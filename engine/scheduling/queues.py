@@ -151,7 +151,7 @@ class Queues:
         if is_first:
             self.waiting.refused_at = None  # the head is another now
 
-    def leave(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """End the sequence, whatever its state."""
         queues: dict[SequenceState, MutableSequence[Sequence] | RequestQueue] = {
             SequenceState.WAITING: self.waiting,
@@ -168,7 +168,7 @@ class Queues:
         if (group := sequence.group) is not None and group.has_ended and group in self.groups:
             self.groups.remove(group)
 
-    def take_in(self, group: SequenceGroup | None) -> None:
+    def add_group(self, group: SequenceGroup | None) -> None:
         """The first member of the group, if any, has blocks."""
         if group is not None:
             self.groups.append(group)

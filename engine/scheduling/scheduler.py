@@ -34,6 +34,7 @@ Knows no runner and no clock.
 from __future__ import annotations
 
 from ..kv.block_pool import BlockPool
+from ..kv.host_tier import HostMatch
 from ..kv.limits import EngineLimits
 from .admission import Admission, OutputLengthEstimator
 from .block_tables import BlockTables
@@ -98,7 +99,7 @@ class Scheduler:
         self.queues.coming.pop()
         sequence.state = SequenceState.RESERVED
         self.queues.reserved.append(sequence)
-        self.queues.take_in(sequence.group)
+        self.queues.add_group(sequence.group)
         if self._tables.host is not None:
             self._tables.host.write(sequence)  # its cached blocks have a second use
         return sequence
@@ -116,7 +117,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove the sequence, whatever its state, and free its blocks."""
-        self.queues.leave(sequence)
+        self.queues.remove(sequence)
         self._tables.end(sequence)
 
     def finish_loads(self) -> None:
@@ -263,20 +264,9 @@ class Scheduler:
                 self.queues.refuse_head(self.queues.waiting)
                 return
             self.queues.waiting.pop(num_tokens)
-            self.queues.take_in(sequence.group)
-            sequence.num_prefill_tokens = sequence.num_tokens
             sequence.is_passing = before is not None
-            host = self._tables.host
-            if host is not None and in_host is not None:
-                sequence.state = SequenceState.LOADING
-                self.queues.loading[sequence] = host.load(sequence, in_host)
-            else:
-                self.queues.run(sequence)
-                self._keep_behind(schedule, sequence.num_launched_tokens)
-                schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
+            self._begin(sequence, in_host, schedule)
             beside += self.admission.footprints([sequence])
-            if matched and host is not None:
-                host.write(sequence)  # the matched blocks have a second use
 
     def _may_begin(
         self, sequence: Sequence, num_tokens: int, schedule: Schedule, before: Sequence | None
@@ -323,4 +313,19 @@ class Scheduler:
             return False
         if not admission.fits(sequence, shared, beside):
             return False
-        return self._tables.take(sequence, matched, coming)
+        return self._tables.allocate(sequence, matched, coming)
+
+    def _begin(self, sequence: Sequence, in_host: HostMatch | None, schedule: Schedule) -> None:
+        """Run an admitted prompt, or first load the blocks that host memory has of it."""
+        host = self._tables.host
+        self.queues.add_group(sequence.group)
+        sequence.num_prefill_tokens = sequence.num_tokens
+        if host is not None and in_host is not None:
+            sequence.state = SequenceState.LOADING
+            self.queues.loading[sequence] = host.load(sequence, in_host)
+        else:
+            self.queues.run(sequence)
+            self._keep_behind(schedule, sequence.num_launched_tokens)
+            schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
+        if host is not None:
+            host.write(sequence)  # its cached blocks have a second use
