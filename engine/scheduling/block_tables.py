@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Row
+from dataclasses import dataclass, field
 
 from ..kv.block_pool import BlockPool, BlockRefs, Fence
 from ..kv.host_tier import HostMatch
@@ -17,6 +18,7 @@ from .host_prefixes import HostPrefixes
 from .sequence import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class StepFence:
     """Keeps blocks that the step's sequences free while the step is on the device.
 
@@ -25,14 +27,13 @@ class StepFence:
     step. A sequence that freed its blocks is removed: its results are dropped.
     """
 
-    def __init__(self, tables: BlockTables, places: dict[Sequence, int]) -> None:
-        self._tables = tables
-        self.places = places
-        self.fences: list[Fence] = []  # over the blocks of removed sequences
+    places: dict[Sequence, int]
+    _open: list[StepFence]  # of all steps on the device
+    fences: list[Fence] = field(default_factory=list)  # over the blocks of removed sequences
 
     def close(self) -> None:
         """The step has completed."""
-        self._tables._steps.remove(self)
+        self._open.remove(self)
         for fence in self.fences:
             fence.close()
 
@@ -185,7 +186,7 @@ class BlockTables:
 
     def open_step(self, places: dict[Sequence, int]) -> StepFence:
         """A step that uses the blocks of these sequences is about to be launched."""
-        step = StepFence(self, places)
+        step = StepFence(places, self._steps)
         self._steps.append(step)
         return step
 
