@@ -49,21 +49,18 @@ class BlockRoom:
             if num_new_blocks >= capacity:
                 return 0
         for request in pending:
-            footprints += self._footprints_of_pending(request)
-            num_new_blocks += limits.blocks_for(request.num_known_tokens)
+            num_tokens, num_outputs = request.num_known_tokens, len(request.output_token_ids)
+            num_growth = admission.num_growth(request, num_outputs, num_tokens + 1)
+            footprints.append(Footprint(num_tokens + 1, num_growth, []))
+            if (num_forks := request.num_sequences - 1) > 0:
+                footprints += self._footprints_of_forks(request, num_forks)
+            num_new_blocks += limits.blocks_for(num_tokens)
             if num_new_blocks >= capacity:
                 return 0
         room = capacity - peak_blocks(footprints, limits.block_size, is_bound=True)
-        has_shared = num_refs > self._pool.counts.held
-        if room < capacity // 2 and has_shared:  # comparing thousands of ids matters only then
+        if room < capacity // 2 and num_refs > self._pool.counts.held:  # some are shared
             room = capacity - peak_blocks(footprints, limits.block_size)
         return max(0, room)
-
-    def _footprints_of_pending(self, request: Request) -> list[Footprint]:
-        num_slots, num_outputs = request.num_known_tokens + 1, len(request.output_token_ids)
-        num_growth = self._admission.num_growth(request, num_outputs, num_slots)
-        forks = self._footprints_of_forks(request, request.num_sequences - 1)
-        return [Footprint(num_slots, num_growth, []), *forks]
 
     def _footprints_of_forks(self, request: Request, num_forks: int) -> list[Footprint]:
         """The slots that forks to come do not share with their parent."""

@@ -14,7 +14,10 @@ Knows no request and no pool.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
+
+_BY_END = attrgetter("is_held", "num_growth_tokens")
 
 
 class Footprint(NamedTuple):
@@ -38,7 +41,7 @@ def peak_blocks(footprints: Iterable[Footprint], block_size: int, *, is_bound: b
     O(n log n) in sequences, O(1) a block. `is_bound`: an upper bound, for which shared blocks count
     for each sequence and block ids are not read.
     """
-    ordered = sorted(footprints, key=lambda f: (f.is_held, f.num_growth_tokens), reverse=True)
+    ordered = sorted(footprints, key=_BY_END, reverse=True)
     seen: set[int] = set()
     num_fixed = 0  # whole blocks of the first i sequences, each shared one counted once
     num_growing = 0
