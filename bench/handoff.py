@@ -26,9 +26,9 @@ import torch
 
 from baton.core.config import NodeConfig
 from baton.core.process.children import end_waits_on_time
-from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRefs, canary_bytes
+from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRefs
 from baton.engine.kv.generations import GenerationsReader, SharedGenerations
-from baton.engine.kv.kv_memory import CudaKvMemory, KvLayout
+from baton.engine.kv.kv_memory import CudaKvMemory, KvLayout, canary_bytes
 from baton.kv_transfer.cuda_ipc.cuda_ipc import CudaIpcTransport, CudaStagedTransport
 from baton.kv_transfer.cuda_ipc.cuda_ipc_copy import EngineCopy, KernelCopy, StagedCopy
 from baton.kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool

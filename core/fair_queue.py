@@ -1,21 +1,22 @@
 """A queue that is fair between callers, in tokens, and first come, first served within each.
 
 After the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI
-2024): every caller has a counter of the tokens that it was served. Next comes the caller that has
-the least with its head served, so that nobody is ever ahead by more than two heads:
+2024): every caller has a counter of the tokens that it was served. The next item is that of the
+caller whose counter would be lowest with its head served, so no caller is ever ahead by more than
+two heads:
 
     caller   served   waiting               next: 7, until it has been served 1412 - 16
        3       900    [ 512 | 512 | 512 ]
-       7       980    [ 16 ]                idle: 5 keeps its counter until nobody that waits
+       7       980    [ 16 ]                idle: 5 keeps its counter until no waiting caller
        5      1050                                has less
 
-A caller that comes is lifted to the least counter that a waiting caller had when somebody was last
-served: idling earns nothing, and leaving the queue clears nothing. So a light caller passes bulk
-callers as long as it has had less than they; by deficit round robin it would wait for a round of
-them. A head that others pass for `_PATIENCE` times its share is taken for an empty one: callers
-that are new each time do not starve it.
+The counter of a caller that joins is raised to the lowest one of a waiting caller when an item was
+last served: being idle earns nothing, and leaving the queue clears nothing. So a light caller
+passes bulk callers as long as it was served less; with deficit round robin it would wait for a
+round of them. A head that was passed by `_PATIENCE` times its share counts as 0 tokens, so that
+callers that are new each time do not starve it.
 
-Knows no engine and no time. What a token costs, and when an item can be served, is its owner's.
+Knows no engine and no time. The owner decides what a token costs and when an item can be served.
 """
 
 from __future__ import annotations
@@ -27,29 +28,28 @@ from typing import Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 _PATIENCE = 2
-_MAX_IDLE = 1024  # counters kept of callers of which nothing waits
+_MAX_IDLE = 1024  # counters kept of callers without items
 
 
 class _Caller(Generic[T]):
-    """One of which something waits."""
+    """A caller with items."""
 
     __slots__ = ("caller_id", "items", "num_passing_tokens", "num_tokens", "served")
 
     def __init__(self, caller_id: int, served: int) -> None:
         self.caller_id = caller_id
         self.served = served
-        self.items: OrderedDict[T, int] = OrderedDict()  # with their tokens; the next one first
+        self.items: OrderedDict[T, int] = OrderedDict()  # with their tokens; the head first
         self.num_tokens = 0
-        self.num_passing_tokens = 0  # of others, served since one of its own was
+        self.num_passing_tokens = 0  # of others, served since its last item
 
 
 class FairQueue(Generic[T]):
-    """Items are distinct. All is O(callers) at most, and independent of the number of items, but
-    for iteration.
+    """Items are distinct. All but iteration is O(callers), whatever the number of items.
 
-    Items that were served and come back (`add_first`) go before all others and are not charged
-    again. A head that could not be served stays the head from `pin_head` until it is popped or
-    removed, whoever comes: a large one does not wait for ever while smaller ones take its place.
+    Items that were served and return (`add_first`) go before all others and are not charged again.
+    `pin_head`: a head that could not be served stays the head until it is popped or removed, so
+    that smaller items do not take the place of a large one for ever.
     """
 
     def __init__(self) -> None:
@@ -57,8 +57,8 @@ class FairQueue(Generic[T]):
         self._first: OrderedDict[T, tuple[int, int]] = OrderedDict()  # caller id, tokens
         self._owners: dict[T, int] = {}  # of all items but the first ones: caller ids
         self._idle: dict[int, int] = {}  # counters above the floor
-        self._floor = 0  # the least counter when somebody was last served: no counter is below
-        self._chosen: _Caller[T] | None = None  # whose head is next; None: to be found anew
+        self._floor = 0  # the lowest counter when an item was last served: no counter is below
+        self._chosen: _Caller[T] | None = None  # whose head is next; None: to be found
         self._is_pinned = False  # it stays chosen
 
     def add(self, item: T, caller_id: int, num_tokens: int) -> None:
@@ -82,20 +82,20 @@ class FairQueue(Generic[T]):
 
     @property
     def head(self) -> T | None:
-        """The next one."""
+        """The next item."""
         if self._first:
             return next(iter(self._first))
         return next(iter(self._next().items)) if self._callers else None
 
     def pin_head(self) -> None:
-        """The head cannot be served now: it stays the head, but for items that come back."""
+        """The head cannot be served now: it stays the head, except for items that return."""
         if self._callers and not self._first:
             self._next()
             self._is_pinned = True
 
     def pop(self, num_tokens: int | None = None) -> T:
-        """Take the head out and charge its caller; `num_tokens`: if it turned out to cost others
-        than it was added with. The queue is not empty."""
+        """Remove the head and charge its caller the `num_tokens`, by default those that it was
+        added with. The queue must not be empty."""
         if self._first:
             return self._first.popitem(last=False)[0]
         caller = self._next()
@@ -112,7 +112,7 @@ class FairQueue(Generic[T]):
         return item
 
     def remove(self, item: T) -> None:
-        """Take `item` out uncharged. Raises KeyError if it does not wait."""
+        """Remove `item` without a charge. Raises KeyError if it is not in the queue."""
         if item in self._first:
             del self._first[item]
             return
@@ -124,23 +124,23 @@ class FairQueue(Generic[T]):
         if not caller.items:
             del self._callers[caller.caller_id]
             self._idle[caller.caller_id] = caller.served
-            if len(self._idle) > _MAX_IDLE:  # of callers that come once: about the same
+            if len(self._idle) > _MAX_IDLE:  # they are close to the floor
                 self._idle.clear()
 
     def served(self, caller_id: int) -> int:
-        """The caller's counter, in tokens; of one that is not known, what it would be lifted to."""
+        """The caller's counter, in tokens; for an unknown caller, what it would be raised to."""
         caller = self._callers.get(caller_id)
         return max(self._idle.get(caller_id, 0), self._floor) if caller is None else caller.served
 
     def waiting_tokens(self) -> dict[int, int]:
-        """Tokens of all that waits, by caller id."""
+        """Tokens of all items, by caller id."""
         waiting = {caller.caller_id: caller.num_tokens for caller in self._callers.values()}
         for caller_id, num_tokens in self._first.values():
             waiting[caller_id] = waiting.get(caller_id, 0) + num_tokens
         return waiting
 
     def num_tokens(self, item: T) -> int:
-        """With which `item` was added. Raises KeyError if it does not wait."""
+        """The tokens that `item` was added with. Raises KeyError if it is not in the queue."""
         if item in self._first:
             return self._first[item][1]
         return self._callers[self._owners[item]].items[item]
@@ -158,9 +158,9 @@ class FairQueue(Generic[T]):
             yield from caller.items
 
     def _forget_idle(self) -> None:
-        """Drop the counters of callers that would be lifted over them in any case."""
+        """Drop counters at the floor: their callers would be raised to it anyway."""
         if any(served <= self._floor for served in self._idle.values()):
-            above = {one: had for one, had in self._idle.items() if had > self._floor}
+            above = {i: served for i, served in self._idle.items() if served > self._floor}
             self._idle = above
 
     def _next(self) -> _Caller[T]:

@@ -1,19 +1,18 @@
-"""How long a step of an engine takes, as a function of what is in it. Pure: no engine, no clock.
+"""The time that a step of an engine takes, as a function of what is in it. No engine, no clock.
 
     seconds = base + products(rows) + attention * pairs + context * keys
             + (mixed + mixed attention * pairs, of prompts and decodes in one step)
 
-    rows    prompt tokens and decodes: the products of weights. A line of pieces between KNOTS that
-            never falls. Weights are read once, whatever the rows, until arithmetic takes longer;
-            of a mixture, more experts with each of the first rows, until all are
+    rows    prompt tokens and decodes, which the weights are multiplied with: piecewise linear
+            between KNOTS, never falling. Weights are read once, whatever the rows, until arithmetic
+            takes longer; in a mixture of experts the first rows add experts until all are read
     pairs   (query, key) of prompt tokens: a chunk of n behind c tokens has n * c + n * (n + 1) / 2
     keys    that decodes read: the sum of their contexts
-    mixed   two kinds of attention in one step, which are in each other's way
+    mixed   both kinds of attention in one step, which slow each other down
 
 Engines measure it (engine/scheduling/costs/step_cost_estimator.py), plan by it, and send it with
-their heartbeats; gateways estimate by it what a request would take at each engine. Of an engine
-with stages it is the time of one stage: what a request alone would wait for the others is not in
-it.
+heartbeats; gateways estimate with it how long a request would take on each engine. For a pipeline
+it is the time of one stage: the time that a single request waits for the others is not included.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from operator import mul
 
 KNOTS = (0, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows
 _WIDTHS = tuple(end - begin for begin, end in pairwise(KNOTS))
-LEAST_PROMPT_TOKENS = 16  # of a step with decodes, or a prompt would wait for ever
-_MOST_PART_S = 3600.0
+LEAST_PROMPT_TOKENS = 16  # of a step with decodes: prompts must make progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +40,8 @@ class StepShape:
     def num_rows(self) -> int:
         return self.num_prompt_tokens + self.num_decodes
 
-    @property
-    def num_prompt_tokens_due(self) -> int:
-        """How many it lacks of the least that a step has where prompts wait."""
-        return max(0, LEAST_PROMPT_TOKENS - self.num_prompt_tokens)
-
-    def scaled_to(self, num_decodes: int) -> StepShape:
-        """Decodes alone: so many with contexts like those here, of which there is one at least."""
-        keys = self.keys * num_decodes // self.num_decodes
-        return StepShape(num_decodes=num_decodes, keys=keys)
-
     def with_prompt(self, num_tokens: int, context: int) -> StepShape:
-        """With so many more tokens of a prompt of which `context` are computed."""
+        """This step with `num_tokens` more of a prompt of which `context` are computed."""
         return StepShape(
             self.num_prompt_tokens + num_tokens,
             self.pairs + pairs_of(num_tokens, context),
@@ -69,9 +57,9 @@ def pairs_of(num_tokens: int, context: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """In seconds; none is negative. `row_s[i]`: what each row from KNOTS[i] to the next one adds.
+    """In seconds; none is negative. `row_s[i]`: for each row from KNOTS[i] to the next knot.
 
-    `max_rows`: of the steps that it was measured on; beyond twice as many it is a guess.
+    `max_rows`: the most rows of a measured step; beyond twice as many it is a guess.
     """
 
     base_s: float
@@ -99,8 +87,8 @@ class StepCost:
     def prompt_tokens_within(
         self, seconds: float, beside: StepShape, context: int, most: int
     ) -> int:
-        """How many tokens of a prompt, behind `context` of its own, a step has room for that is to
-        take no longer than `seconds`; 0 to `most`."""
+        """How many tokens of a prompt, behind `context` computed ones, fit into a step that takes
+        no longer than `seconds`; 0 to `most`."""
 
         def takes_s(num_tokens: int) -> float:
             return self.seconds(beside.with_prompt(num_tokens, context))
@@ -108,23 +96,3 @@ class StepCost:
         if takes_s(most) <= seconds:
             return most
         return bisect_right(range(1, most), seconds, key=takes_s)
-
-    def promised_tokens(self, promise_s: float, beside: StepShape, context: int, most: int) -> int:
-        """How many tokens of a prompt a step takes that keeps a promise to its decodes.
-
-        With those beside never fewer than LEAST_PROMPT_TOKENS, and not many more than were ever
-        measured.
-        """
-        most = min(most, max(LEAST_PROMPT_TOKENS, 2 * self.max_rows))
-        room = self.prompt_tokens_within(promise_s, beside, context, most)
-        return max(room, min(most, beside.num_prompt_tokens_due))
-
-    @property
-    def is_sane(self) -> bool:
-        """Whether an engine's heartbeat may be believed: no part negative or of hours, none free.
-        Larger finite ones have sums that are not."""
-        mixed = (self.mixed_s, self.mixed_pair_s)
-        parts = (self.base_s, *self.row_s, self.pair_s, self.key_s, *mixed)
-        if len(self.row_s) != len(KNOTS) or not all(0 <= part < _MOST_PART_S for part in parts):
-            return False
-        return any(parts)

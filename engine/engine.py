@@ -24,6 +24,7 @@ from typing import TypeAlias
 from ..constraints.grammars import Grammars
 from ..core.errors import InvalidRequest
 from ..core.ports import Clock, SystemClock
+from .block_room import BlockRoom
 from .engine_stats import EngineStats
 from .execution.batch import Runner, SampledToken
 from .execution.constraints import Constraints, within
@@ -116,14 +117,15 @@ class Engine(LiveSequences):
             eos_token_ids=eos_token_ids,
             on_end=estimator.observe,
         )
-        self.prefixes = LentPrefixes(pool, cache, scheduler.room_beside_running)
+        room = BlockRoom(limits, scheduler.admission, scheduler.queues, pool)
+        self.prefixes = LentPrefixes(pool, cache, room.beside_running)
         self.promise = scheduler.promise
         self._speculator: Speculator | None = None
         if proposer is not None:
             parts = (proposer, limits, costs, constraints, self._eos_token_ids, clock)
             self._speculator = Speculator(*parts, runs_ahead=runner.runs_ahead)
         self.stats = EngineStats(
-            *(limits, pool, scheduler, tables, self.by_key, estimator, adapters),
+            *(limits, pool, room, scheduler, tables, self.by_key, estimator, adapters),
             *(self._step_record, costs, self._host, self._speculator),
         )
         self._input_batch = InputBatch(size, self._eos_token_ids)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..core.request.request import Request
 from ..core.step_cost import StepCost, pairs_of
+from .block_room import BlockRoom
 from .kv.block_pool import BlockPool
 from .kv.disk.disk_tier import DiskCounts
 from .kv.host_copies import HostCounts
@@ -31,6 +32,7 @@ class EngineStats:
         self,
         limits: EngineLimits,
         pool: BlockPool,
+        room: BlockRoom,
         scheduler: Scheduler,
         tables: BlockTables,
         sequences: Mapping[str, Sequence],
@@ -45,6 +47,7 @@ class EngineStats:
         self.num_expert_ranks = 1  # that have experts whole, each as many
         self._limits = limits
         self._pool = pool
+        self._room = room
         self._scheduler = scheduler
         self._tables = tables
         self._sequences = sequences
@@ -71,7 +74,7 @@ class EngineStats:
             free_blocks=self._pool.num_available,
             credit_blocks=max(0, self._limits.held_blocks_limit - held_blocks),
             held_blocks=held_blocks,
-            room_blocks=self._scheduler.room_blocks(pending),
+            room_blocks=self._room.beside_all(pending),
             output_tokens=self._estimator.expected,
             mean_output_tokens=round(self._estimator.mean),
             waiting_by_caller=waiting,

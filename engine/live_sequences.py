@@ -168,9 +168,7 @@ class LiveSequences:
         root = self._root_of(request)
         sequence = Sequence(request, self._num_arrivals, is_held, root, state=state)
         if request.sampling.use_beam_search:
-            if not is_held:
-                self.limits.check_beams(request)
-            self.beams.begin(sequence, self.limits.max_outputs(request))
+            self.beams.begin(sequence, self.limits)
         constraint = request.sampling.constraint
         if constraint is not None:
             if self._constraints is None:

@@ -9,8 +9,9 @@ import secrets
 import numpy as np
 
 from baton.engine.kv import memfd
-from baton.engine.kv.block_pool import CANARY_BLOCK, BlockRefs, canary_bytes
+from baton.engine.kv.block_pool import CANARY_BLOCK, BlockRefs
 from baton.engine.kv.generations import SharedGenerations
+from baton.engine.kv.kv_memory import canary_bytes
 from baton.kv_transfer.shm.shm import ShmTransport, export_host_pool
 from baton.kv_transfer.shm.shm_window import ShmWindow
 from baton.kv_transfer.window.block_pairs import BlockPairs

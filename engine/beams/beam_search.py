@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from ...core.errors import BatonError, InvalidRequest, PromptTooLarge
 from ...core.request.request import Request
 from ..execution.batch import Runner, SampledToken
+from ..kv.limits import EngineLimits
 from ..scheduling.outputs import FinishedBeam, StepOutput
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence, SequenceGroup, SequenceState
@@ -70,14 +71,17 @@ class BeamSearches:
         self.by_key: dict[str, BeamSearch] = {}
         self._due: list[BeamSearch] = []  # that found something since `advance`
 
-    def begin(self, sequence: Sequence, max_outputs: int) -> None:
-        """Make a new sequence, of a request for beams, the first of a search; a held one only
-        brings what a search elsewhere begins with."""
+    def begin(self, sequence: Sequence, limits: EngineLimits) -> None:
+        """Make the new sequence of a beam search request the first of its search; a held one only
+        computes what a search elsewhere begins with. Raises InvalidRequest if the search could not
+        even begin here."""
         request, sampling = sequence.request, sequence.request.sampling
+        if not sequence.is_held:
+            _check(request, limits)
         stop_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_ids |= self._eos_token_ids
-        rules = BeamRules.of(sampling, max_outputs, stop_ids)
+        rules = BeamRules.of(sampling, limits.max_outputs(request), stop_ids)
         sequence.num_candidates = num_candidates(rules.width, len(stop_ids))
         sequence.forks = ()
         if not sequence.is_held:
@@ -219,3 +223,14 @@ class BeamSearches:
                 output.failed.append((key, error))
         self._on_end(len(output.beams[-1].token_ids) if output.beams else 0)
         self.end(search)
+
+
+def _check(request: Request, limits: EngineLimits) -> None:
+    """Raise the InvalidRequest if the engine has no room for the beams of the request."""
+    width = request.num_sequences
+    if width > limits.max_num_seqs:
+        raise InvalidRequest(
+            f"best_of {width} is more than the {limits.max_num_seqs} sequences of a step",
+            "best_of",
+        )
+    limits.check_fits(request.num_known_tokens + 1 + (width - 1) * limits.block_size)

@@ -15,11 +15,11 @@ import torch
 from ...core.engine_config import EngineConfig
 from ...core.model_dir import eos_token_ids, resolve_model_dir
 from ...kernels.experts.expert_loads import ExpertLoadReader
-from ..kv.block_pool import CANARY_BLOCK, canary_bytes
+from ..kv.block_pool import CANARY_BLOCK
 from ..kv.cuda_step_count import CudaStepCount, count_steps
 from ..kv.generations import SharedGenerations
 from ..kv.host_copies import make_host_copier
-from ..kv.kv_memory import KvLayout, choose_num_cpu_blocks
+from ..kv.kv_memory import KvLayout, canary_bytes, choose_num_cpu_blocks
 from ..lora.rank_adapters import RankAdapters
 from ..model.communicator import Communicator
 from ..model.fingerprint import fingerprint_fields

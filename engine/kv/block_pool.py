@@ -1,9 +1,9 @@
-"""Who refers to which KV block: counts references, hands out ids, remembers unreferenced content.
+"""Allocates KV blocks and counts their references; keeps unreferenced cached blocks until evicted.
 
-    reserved     blocks 0 (padding) and 1 (canary): never handed out
-    free         no reference, content worthless
+    reserved     blocks 0 (padding) and 1 (canary): never allocated
+    free         no reference, no content
     held         referenced by a request, a lease or a fence
-    cached       no reference, content worth keeping; the least recently used goes first
+    cached       no reference, content in the prefix cache; evicted least recently used first
 
             allocate               release, content kept
       free ───────────► held ─────────────────────────► cached
@@ -13,12 +13,11 @@
         ▲                       eviction                   │
         └──────────────────────────────────────────────────┘
 
-Knows no request and no memory. Belongs to the scheduler's thread.
+Knows no request and no memory. Used by the scheduler's thread alone.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -35,14 +34,14 @@ PADDING_BLOCK = 0
 CANARY_BLOCK = 1
 NUM_RESERVED_BLOCKS = 2
 _ID, _GENERATION = np.dtype("<u4"), np.dtype("<u8")
-_AHEAD_SHARE, _MOST_AHEAD = 1 / 64, 32  # of the pool free, so many blocks at a time
+_AHEAD_SHARE, _MOST_AHEAD = 1 / 64, 32  # of the pool to be free; blocks evicted at once
 
 
 class BlockRefs(msgspec.Struct, frozen=True):
-    """Blocks of a sequence, one behind the other, and where they lie: columns of little-endian
-    numbers, since a long prompt has thousands and a peer is sent them as they are.
+    """Consecutive blocks of a sequence, as they are sent to a peer: columns of little-endian
+    numbers, since a long prompt has thousands.
 
-    `hashes` are those of the full blocks, 16 bytes each; a partial one, which has none, is last.
+    `hashes` of the full blocks, 16 bytes each; a partial block is last and has none.
     """
 
     packed_ids: bytes = b""  # uint32 [n]
@@ -60,7 +59,7 @@ class BlockRefs(msgspec.Struct, frozen=True):
         return cls(ids.tobytes(), drawn.tobytes(), b"".join(hashes))
 
     def __post_init__(self) -> None:
-        """Raises ValueError where columns do not fit: a peer may have sent them."""
+        """Raises ValueError if the columns do not match: a peer may have sent them."""
         num_blocks, rest = divmod(len(self.packed_ids), _ID.itemsize)
         num_hashes, more = divmod(len(self.hashes), HASH_BYTES)
         num_generations = len(self.packed_generations) / _GENERATION.itemsize
@@ -83,10 +82,10 @@ class BlockRefs(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Blocks for KV that comes from elsewhere: [num_cached_blocks, num_known_blocks) to be filled.
+    """Blocks for KV that is pulled: [num_cached_blocks, num_known_blocks) are to be filled.
 
-    Those before are cached here already, those behind are room to grow. `block_ids[i]` takes
-    logical block i of the request `key`.
+    Those before are cached already, those behind are room to grow. `block_ids[i]` is for logical
+    block i of the request `key`.
     """
 
     key: str
@@ -97,7 +96,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """Every block of a pool is in exactly one of these states."""
+    """Blocks of a pool by state."""
 
     free: int
     cached: int
@@ -105,16 +104,18 @@ class BlockCounts:
     reserved: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Fence:
     """References held by work on the device (a step, a copy) until it has completed."""
 
-    def __init__(self, pool: BlockPool, block_ids: Sequence[int]) -> None:
-        self._pool = pool
-        self.block_ids = tuple(block_ids)
+    block_ids: tuple[int, ...]
+    _pool: BlockPool
 
     def close(self) -> None:
-        """The work is over. A second call does nothing."""
-        self._pool._close(self)
+        """The work has completed. A second call does nothing."""
+        if self in self._pool.open_fences:
+            self._pool.open_fences.remove(self)
+            self._pool.release(self.block_ids)
 
 
 class BlockPool:
@@ -123,23 +124,23 @@ class BlockPool:
     def __init__(self, num_blocks: int, generations: Generations) -> None:
         assert num_blocks > NUM_RESERVED_BLOCKS
         self.num_blocks = num_blocks
-        self.num_releases = 0  # while it stands still, what did not fit does not fit
+        self.num_releases = 0  # if unchanged, what did not fit still does not
         self._generations = generations
         self._num_refs = [0] * num_blocks
         self._is_kept = bytearray(num_blocks)
         self._free = list(range(num_blocks - 1, NUM_RESERVED_BLOCKS - 1, -1))  # a stack
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._fences: set[Fence] = set()
-        self._on_evict: Callable[[Sequence[int]], None] | None = None
+        self.open_fences: set[Fence] = set()
+        self.on_evict: Callable[[Sequence[int]], None] | None = None  # called with ids
 
     @property
     def capacity(self) -> int:
-        """Blocks that can be handed out at most."""
+        """Blocks that can be allocated at most."""
         return self.num_blocks - NUM_RESERVED_BLOCKS
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out now: free and cached."""
+        """Blocks that `allocate` could return now: free and cached."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -147,22 +148,18 @@ class BlockPool:
         held = self.capacity - self.num_available
         return BlockCounts(len(self._free), len(self._cached), held, NUM_RESERVED_BLOCKS)
 
-    @property
-    def open_fences(self) -> tuple[Fence, ...]:
-        return tuple(self._fences)
-
     def num_refs(self, block_id: int) -> int:
         return self._num_refs[block_id]
 
     def refs(self, block_ids: Sequence[int], hashes: Iterable[BlockHash]) -> BlockRefs:
-        """These blocks with their content of now, for whoever copies it."""
+        """These blocks with their current generations, for a peer to copy."""
         return BlockRefs.pack(block_ids, map(self._generations.read, block_ids), hashes)
 
     def allocate(self, n: int) -> list[int] | None:
-        """`n` blocks with one reference each, or None if there are not as many.
+        """`n` blocks with one reference each, or None if there are too few.
 
-        Cached blocks are evicted when `free` runs out. Generations move before the ids are known
-        to anybody, so whoever reads an unmoved generation has read the old content.
+        Cached blocks are evicted if too few are free. Generations change before the ids are used,
+        so a peer that reads an unchanged generation has read the old content.
         """
         missing = n - len(self._free)
         if missing > 0:
@@ -178,14 +175,14 @@ class BlockPool:
         return ids
 
     def evict_ahead(self) -> None:
-        """Evict a few of the blocks that the next long prompt would, if few are free: for a thread
-        that has nothing else to do. Of so few blocks as small pools have this keeps none free."""
+        """If few blocks are free, evict some that the next long prompt would: called when there is
+        nothing else to do. Keeps no block of a small pool free."""
         missing = int(self.capacity * _AHEAD_SHARE) - len(self._free)
         if missing > 0:
             self._evict(min(missing, len(self._cached), _MOST_AHEAD))
 
     def acquire(self, ids: Iterable[int]) -> None:
-        """One more reference to each; a block that is free cannot be acquired (KeyError)."""
+        """Add a reference to each; a free block cannot be acquired (KeyError)."""
         num_refs = self._num_refs
         for block_id in ids:
             if num_refs[block_id] == 0:
@@ -193,10 +190,10 @@ class BlockPool:
             num_refs[block_id] += 1
 
     def release(self, ids: Sequence[int]) -> None:
-        """One reference less to each, from the last to the first.
+        """Drop a reference to each, from the last to the first.
 
-        Of a sequence's blocks the deepest so becomes the oldest cached one: a chain is evicted from
-        its end, and what remains of it can still be matched.
+        So the last block of a sequence becomes the oldest cached one: a chain is evicted from its
+        end, and the rest of it can still be matched.
         """
         self.num_releases += 1
         num_refs, is_kept = self._num_refs, self._is_kept
@@ -211,22 +208,17 @@ class BlockPool:
                     self._free.append(block_id)
 
     def keep(self, block_ids: Iterable[int]) -> None:
-        """The held blocks' content is final and worth keeping once nobody refers to it."""
+        """Mark held blocks, whose content is final, to be cached once they are unreferenced."""
         num_refs, is_kept = self._num_refs, self._is_kept
         for block_id in block_ids:
             assert num_refs[block_id] > 0, f"block {block_id} is nobody's"
             is_kept[block_id] = True
 
-    def on_evict(self, listener: Callable[[Sequence[int]], None]) -> None:
-        """Call `listener(block_ids)` for kept blocks before their content is given up."""
-        assert self._on_evict is None, "the pool has a listener already"
-        self._on_evict = listener
-
     def open_fence(self, ids: Sequence[int]) -> Fence:
-        """Keep `ids` from being handed out anew until the fence is closed."""
-        fence = Fence(self, ids)
+        """Keep `ids` from being allocated again until the fence is closed."""
+        fence = Fence(tuple(ids), self)
         self.acquire(fence.block_ids)
-        self._fences.add(fence)
+        self.open_fences.add(fence)
         return fence
 
     def _evict(self, n: int) -> None:
@@ -234,20 +226,6 @@ class BlockPool:
         for block_id in ids:
             del self._cached[block_id]
             self._is_kept[block_id] = False
-        if self._on_evict is not None:
-            self._on_evict(ids)
+        if self.on_evict is not None:
+            self.on_evict(ids)
         self._free += ids
-
-    def _close(self, fence: Fence) -> None:
-        if fence in self._fences:
-            self._fences.remove(fence)
-            self.release(fence.block_ids)
-
-
-def canary_bytes(incarnation: str, block_bytes: int) -> bytes:
-    """What the canary block of `incarnation` holds: a stream in which every position differs.
-
-    It is written once at start; a puller copies it and compares before it trusts its window. A
-    wrong offset, stride, length, byte order or process shows as a difference.
-    """
-    return hashlib.shake_128(f"baton canary {incarnation}".encode()).digest(block_bytes)

@@ -1,13 +1,13 @@
-"""A GPU's memory outside torch's caching allocator: one plain cudaMalloc as a tensor, which alone
-can be passed to another process whole and by itself (CUDA IPC).
+"""GPU memory outside torch's caching allocator: one cudaMalloc as a tensor, since only that can be
+passed to another process as a whole and without other tensors (CUDA IPC).
 
     cudaMalloc ─► IPC handle ──(any channel)──► another process: its own GPU current, open
                                                    │
                                 address that kernels and copies of its GPU can read
 
-Opened with the reader's GPU current: opened with the owner's, as torch does it, kernels of the
-reader's GPU could not read it. And copies by the copy engines, of many pieces in one call, between
-addresses of any kind that the driver knows. Calls the CUDA runtime that torch has loaded already.
+It is opened with the reader's GPU current: opened with the owner's, as torch does, kernels of the
+reader's GPU could not read it. Also copies by the copy engines, many pieces in one call, between
+any addresses that the driver knows. Calls the CUDA runtime that torch has loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...core.errors import StartupFailed
 
-# A CUDA IPC handle opens whole pages of this size: nothing of others may lie in the last one.
+# A CUDA IPC handle opens whole pages of this size: the last one must contain nothing else.
 _PAGE_BYTES = 2 << 20
 _HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
@@ -39,7 +39,7 @@ class CudaAllocation:
     """`num_bytes` of the device's memory, until `free`."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Raises StartupFailed if the device has not got as much."""
+        """Raises StartupFailed if the device does not have as much."""
         self.num_bytes = num_bytes
         self._device = device
         address = ctypes.c_void_p()
@@ -61,14 +61,14 @@ class CudaAllocation:
         return torch.as_tensor(_Exported(self), device=self._device)
 
     def free(self) -> None:
-        """Give it back once all work on the device is done. Tensors over it are then invalid."""
+        """Free it once all work on the device is done. Tensors over it are then invalid."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             runtime().cudaFree(ctypes.c_void_p(self.address))
 
 
 class _Exported:
-    """What numba's array interface needs of a piece of device memory."""
+    """Device memory by the CUDA array interface."""
 
     def __init__(self, memory: CudaAllocation) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -80,7 +80,7 @@ class _Exported:
 
 
 class MappingFailed(Exception):
-    """With the runtime's message for a handle that it does not open."""
+    """A handle cannot be opened; with the runtime's message."""
 
 
 class _Handle(ctypes.Structure):
@@ -90,8 +90,8 @@ class _Handle(ctypes.Structure):
 
 
 def export_handle(address: int, device: torch.device) -> bytes:
-    """What opens the allocation at `address`, once all work on `device` is done: who opens it
-    finds what was written. Raises StartupFailed."""
+    """The IPC handle of the allocation at `address`. Waits for all work on `device`, so that
+    readers find what was written. Raises StartupFailed."""
     handle = _Handle()
     with torch.cuda.device(device):
         torch.cuda.synchronize()
@@ -114,7 +114,7 @@ class MappedMemory:
         """Unmap it; nothing on the device may still read it."""
         with torch.cuda.device(self._device):
             if status := runtime().cudaIpcCloseMemHandle(ctypes.c_void_p(self.address)):
-                forget_error(status)  # its owner is gone, and the mapping with it
+                forget_error(status)  # its owner has ended, and the mapping with it
 
 
 def map_handle(handle: bytes, device: torch.device) -> MappedMemory:
@@ -131,8 +131,8 @@ def map_handle(handle: bytes, device: torch.device) -> MappedMemory:
 
 
 class Runs(NamedTuple):
-    """Blocks that lie side by side at both ends of a copy, as one piece: `lengths[i]` blocks from
-    `sources[i]` on go to `destinations[i]` on.
+    """Blocks that are consecutive at both ends of a copy, as one piece: `lengths[i]` blocks from
+    `sources[i]` on are copied to `destinations[i]` on.
 
     source       7  8  9  4  5           runs (7 -> 2, 3 blocks), (4 -> 5, 1), (5 -> 9, 1)
     destination  2  3  4  5  9
@@ -144,8 +144,8 @@ class Runs(NamedTuple):
 
 
 def find_runs(ids: Ids, blocks_per_slice: int = 0) -> Runs:
-    """The fewest pieces that the copy [2, pairs] consists of, in its order; where the memory of
-    ids[1] is in slices, none crosses from one to the next."""
+    """The fewest pieces of the copy [2, pairs], in its order; if the memory of ids[1] is in slices,
+    no piece crosses from one to the next."""
     is_break = (np.diff(ids, axis=1) != 1).any(axis=0)
     if blocks_per_slice:
         is_break |= ids[1, 1:] % blocks_per_slice == 0
@@ -155,14 +155,14 @@ def find_runs(ids: Ids, blocks_per_slice: int = 0) -> Runs:
 
 
 def has_batches() -> bool:
-    """Whether this CUDA runtime has the batched call in the form that we know."""
+    """Whether this CUDA runtime has the batched call in the form used here."""
     version = ctypes.c_int()
     runtime().cudaRuntimeGetVersion(ctypes.byref(version))
     return version.value // 1000 >= _BATCH_SINCE
 
 
 def copy_piece(source: int, target: int, num_bytes: int, stream: torch.cuda.Stream) -> int:
-    """Behind what `stream` has been given; torch does not know of it. Returns a cudaError_t."""
+    """Submit a copy to `stream`, unknown to torch. Returns a cudaError_t."""
     status: int = runtime().cudaMemcpyAsync(
         ctypes.c_void_p(target),
         ctypes.c_void_p(source),
@@ -176,8 +176,8 @@ def copy_piece(source: int, target: int, num_bytes: int, stream: torch.cuda.Stre
 def batch_copy(
     sources: Ids, targets: Ids, lengths: Ids, stream: torch.cuda.Stream
 ) -> Callable[[], int]:
-    """What copies all pieces, addresses and bytes [n], in one call that returns a cudaError_t.
-    Needs `has_batches`."""
+    """A function that copies all pieces, addresses and bytes [n], and returns a cudaError_t. Needs
+    `has_batches`."""
     arrays = [each.astype(np.uint64) for each in (targets, sources, lengths)]
     attributes = _CopyAttributes(srcAccessOrder=_STREAM_ORDER)
     first = ctypes.c_size_t(0)  # the attributes hold from the first piece on
@@ -190,7 +190,7 @@ def batch_copy(
     )
 
     def copy() -> int:
-        # Numpy's own pointers are cycles: hundreds of them behind each long prompt.
+        # Numpy's own pointers are reference cycles: hundreds of them for each long prompt.
         pointers = (ctypes.c_void_p(array.ctypes.data) for array in arrays)
         status: int = runtime().cudaMemcpyBatchAsync(*pointers, *arguments)
         return status
@@ -229,7 +229,7 @@ def require(status: int) -> None:
 
 
 def forget_error(status: int) -> str:
-    """In words, what a call failed with; torch would report it at its next one if it stayed."""
+    """The error's message; clears it, since torch would report it with its next call."""
     runtime().cudaGetLastError()
     describe = runtime().cudaGetErrorString
     describe.restype = ctypes.c_char_p

@@ -1,10 +1,10 @@
-"""How many steps have written their KV, counted by the GPU itself in a page that pullers read.
+"""The number of steps whose KV is written, counted by the GPU itself in a page that pullers read.
 
     stream   | model of step n | n ► page |  sampling ...      no event, no message, no thread
 
-A write in stream order is seen some microseconds after the kernels before it; the host sees a step
-complete when it looks, and a puller is notified later still. Of several ranks the first counts for
-all: its model ends with a sum of what every rank computed behind its own last KV store.
+A write in stream order is visible some microseconds after the kernels before it; the host sees the
+end of a step when it polls, and a message to a puller would be later still. Of several ranks the
+first counts for all: its model ends with a sum of what every rank computed after its last KV store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CudaStepCount:
     def __init__(self, page: SharedGenerations, device: torch.device) -> None:
         """Raises RuntimeError if this driver cannot do it."""
         self.num_launched = 0
-        self._page = page  # stays mapped as long as a device writes to it
+        self._page = page  # stays mapped while the device writes to it
         self._host_address = ctypes.c_void_p(page.num_steps_address)
         with torch.cuda.device(device):
             status = runtime().cudaHostRegister(
@@ -47,7 +47,7 @@ class CudaStepCount:
         self._write = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue64_v2
 
     def mark(self) -> int:
-        """Count one more step, behind all that the current stream has been given; its number."""
+        """Count a step after everything submitted to the current stream; returns its number."""
         self.num_launched += 1
         status = self._write(
             ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
@@ -60,14 +60,14 @@ class CudaStepCount:
         return self.num_launched
 
     def close(self) -> None:
-        """The page may go; no step may be in flight."""
+        """Unregister the page; no step may be in flight."""
         runtime().cudaHostUnregister(self._host_address)
 
 
 def count_steps(page: SharedGenerations, device: torch.device) -> CudaStepCount | None:
-    """A counter in `page`; None, with the reason logged, where a driver has no such writes.
+    """A counter in `page`; None, with the reason logged, if the driver does not support it.
 
-    One is counted to find that out.
+    One step is counted to find that out.
     """
     try:
         with contextlib.ExitStack() as opened:

@@ -1,14 +1,14 @@
-"""One uint64 per block, drawn anew whenever it gets new content, and one that counts the steps.
+"""A generation (uint64) per block, drawn anew at each allocation, and a counter of steps.
 
     0       8         12        16            32           40          48        64
     | magic | version | padding | incarnation | num_blocks | num_steps | padding | generation[0], ..
 
-The page lies in shared memory. Its owner draws a generation at reallocation, before anything can
-overwrite the block; pullers read it before and after a copy. Nobody can guess one: over a network
-blocks go to those alone who know their generations. 0: the block was never handed out. `num_steps`
-is how many steps have written their KV, if the owner's device counts them there
-(cuda_step_count.py): a puller that got blocks while they were computed sees that they are.
-Knows no block's state: that is block_pool.py.
+The page is in shared memory. Its owner draws a generation at each allocation, before anything can
+overwrite the block; pullers read it before and after a copy. It cannot be guessed: over a network
+blocks are only sent to peers that know their generations. 0: the block was never allocated.
+`num_steps` counts the steps whose KV is written, if the owner's device counts them there
+(cuda_step_count.py): a puller that knows blocks before they are computed waits for it.
+Does not know the state of blocks: see block_pool.py.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _VERSION = 2
 
 
 class Generations(Protocol):
-    """The owner's side."""
+    """The generations of an engine's own blocks."""
 
     def bump(self, block_ids: Sequence[int]) -> None:
-        """Before `block_ids` may be overwritten: no copy that began earlier is valid any more."""
+        """Called before `block_ids` may be overwritten: invalidates copies that began earlier."""
         ...
 
     def read(self, block_id: int) -> int: ...
@@ -55,14 +55,14 @@ class LocalGenerations:
 
 
 class SharedGenerations:
-    """The owner's page. `fd` is what a puller must be passed."""
+    """The owner's page. `fd` is passed to pullers."""
 
     def __init__(self, num_blocks: int, incarnation: str) -> None:
         self.num_blocks = num_blocks
         self.fd, self._memory = memfd.create("baton-generations", page_bytes(num_blocks))
         header = _HEADER.pack(_MAGIC, _VERSION, bytes.fromhex(incarnation), num_blocks)
         self._memory[: _HEADER.size] = header
-        # One aligned 8-byte store per bump: a reader sees the old value or the new, never a mix.
+        # One aligned 8-byte store per bump: a reader sees the old value or the new one, not a mix.
         self._values = memoryview(self._memory)[_HEADER.size :].cast("Q")
 
     def bump(self, block_ids: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ class SharedGenerations:
     def take_over(
         self, block_ids: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]
     ) -> None:
-        """What the owner on another host has drawn, of whose page this is a copy."""
+        """Copy generations that the owner, which is on another host, has drawn."""
         np.frombuffer(self._values, np.uint64)[block_ids] = generations
 
     def read(self, block_id: int) -> int:
@@ -82,11 +82,11 @@ class SharedGenerations:
 
     @property
     def num_steps_address(self) -> int:
-        """Where a device of this process counts the steps whose KV it has written."""
+        """The address where a device of this process counts the steps whose KV is written."""
         return np.frombuffer(self._memory, np.uint8).ctypes.data + _NUM_STEPS_OFFSET
 
     def close(self) -> None:
-        """Give the page back; a reader's mapping stays as it is."""
+        """Free the page; mappings of readers stay valid."""
         self._values.release()
         self._memory.close()
         os.close(self.fd)
@@ -96,7 +96,7 @@ class GenerationsReader:
     """A puller's read-only view of a peer's page."""
 
     def __init__(self, fd: int, num_blocks: int, incarnation: str) -> None:
-        """Map `fd`, which stays the caller's. Raises HandoffFailed if it is not that page."""
+        """Map `fd`, which stays the caller's. Raises HandoffFailed if it is another page."""
         self._memory = memfd.map_read_only(fd, page_bytes(num_blocks))
         expected = (_MAGIC, _VERSION, bytes.fromhex(incarnation), num_blocks)
         if _HEADER.unpack_from(self._memory) != expected:
@@ -110,11 +110,11 @@ class GenerationsReader:
         return self._values[block_id]
 
     def read_many(self, block_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """Those of many blocks, each read once; the ids are within the page."""
+        """The generations of many blocks, each read once; the ids are within the page."""
         return np.frombuffer(self._values, np.uint64)[block_ids]
 
     def num_steps(self) -> int:
-        """How many of the owner's steps have written their KV; 0 if it does not count them."""
+        """How many of the owner's steps have written their KV; 0 if they are not counted."""
         return self._num_steps[0]
 
     def close(self) -> None:

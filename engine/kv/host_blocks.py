@@ -1,23 +1,23 @@
-"""Which host block holds the KV of which prefix, and which one goes when there is no room.
+"""The prefix cache in host memory: block hash -> host block, and which blocks are evicted.
 
 A **family** is a run of blocks, each the continuation of the one before it. A block that continues
-another one than the last of a family begins a family of its own, which branches off there:
+another block than the last of a family begins a family of its own, which branches off there:
 
     family 1   [ a0 | a1 | a2 | a3 | a4 ]
     family 2             └─[ b2 | b3 ]            a prompt that differs from block 2 on
 
-Eviction (`take`), until there are as many free blocks as are wanted:
+Eviction (`take`), until there are as many free blocks as needed:
 
-1. position: a block goes before those that it continues. So only the end of a family can go, down
-   to where another one branches off.
-2. age: candidates are the `NUM_OLDEST` families, of those whose end can go, that were used longest
-   ago; none of the chain that room is wanted for. To load a block and to write one behind it are
-   uses of its family and of those it branches off from.
-3. size: of the candidates the largest loses its end, as much of it as is wanted and can go; of
-   equally large ones the oldest.
+1. position: a block is evicted before those that it continues. So only the end of a family can be
+   evicted, down to where another family branches off.
+2. age: candidates are the `NUM_OLDEST` least recently used families whose end can be evicted,
+   without those of the chain that needs the room. Loading a block, and writing one behind it, is a
+   use of its family and of those it branches off from.
+3. size: the largest candidate, the oldest of equal ones, loses as much of its end as is needed and
+   can be evicted.
 
-What is taken is nobody's until it is entered: it can be written. Generations move when a block is
-taken, before it can be overwritten. Knows no memory and no device.
+A taken block is in no family until it is entered: it can be written. Its generation changes when it
+is taken, before it can be overwritten. Knows no memory and no device.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ NUM_OLDEST = 4
 
 @dataclass(slots=True, eq=False)
 class Family:
-    """Its insides are this file's. `branches`: how many families branch off behind each of its
-    blocks, by position. `queued`: the age under which it is in the queue of those whose end can
-    go."""
+    """Internal to this file. `branches`: how many families branch off behind each of its blocks, by
+    position. `queued`: its age in the queue of families whose end can be evicted."""
 
     number: int
     parent: Family | None
@@ -49,7 +48,7 @@ class Family:
 
     @property
     def num_fixed(self) -> int:
-        """Its first blocks that others continue."""
+        """Its first blocks, which other families continue."""
         return max(self.branches, default=-1) + 1
 
     @property
@@ -58,25 +57,25 @@ class Family:
 
 
 class HostBlocks:
-    """`num_blocks` blocks, of which `num_free` hold nothing and wait for nothing."""
+    """`num_blocks` blocks, of which `num_free` are neither entered nor taken."""
 
     def __init__(self) -> None:
-        self._on_evict: Callable[[list[BlockHash]], None] | None = None
+        self.on_evict: Callable[[list[BlockHash]], None] | None = None
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: list[BlockHash | None] = []
         self._generations: list[int] = []
         self._places: list[tuple[Family, int] | None] = []
         self._free: list[int] = []
-        self._queue: list[tuple[int, int, Family]] = []  # by age, some of them out of date
+        self._queue: list[tuple[int, int, Family]] = []  # by age, some entries out of date
         self._num_families = self._num_numbers = self._now = 0
 
     def __len__(self) -> int:
-        """Blocks that can be found."""
+        """Entered blocks."""
         return len(self._block_of)
 
     @property
     def hashes(self) -> KeysView[BlockHash]:
-        """Of all that can be found, now and later."""
+        """A live view of the hashes of all entered blocks."""
         return self._block_of.keys()
 
     @property
@@ -87,13 +86,8 @@ class HostBlocks:
     def num_free(self) -> int:
         return len(self._free)
 
-    def on_evict(self, listener: Callable[[list[BlockHash]], None]) -> None:
-        """Call `listener(hashes)` with what was given up."""
-        assert self._on_evict is None, "the blocks have a listener already"
-        self._on_evict = listener
-
     def grow(self, num_blocks: int) -> None:
-        """There are so many blocks now, no fewer than before."""
+        """There are `num_blocks` blocks now, no fewer than before."""
         fresh = range(self.num_blocks, num_blocks)
         self._free = [*reversed(fresh), *self._free]
         self._hash_of += [None] * len(fresh)
@@ -101,11 +95,11 @@ class HostBlocks:
         self._generations += [0] * len(fresh)
 
     def generation(self, block: int) -> int:
-        """Another one once its content was given up."""
+        """Changes when the block is taken for other content."""
         return self._generations[block]
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """The blocks of the longest beginning of `hashes` that is here."""
+        """The blocks of the longest entered prefix of `hashes`."""
         matched: list[int] = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -115,12 +109,12 @@ class HostBlocks:
         return matched
 
     def missing(self, hashes: Sequence[BlockHash], but: Container[BlockHash] = ()) -> list[int]:
-        """Positions of those that are not here, `but` for some."""
+        """Positions of the hashes that are neither entered nor in `but`."""
         here = self._block_of
         return [n for n, each in enumerate(hashes) if each not in here and each not in but]
 
     def families(self, hashes: Iterable[BlockHash]) -> AbstractSet[Family]:
-        """Of those that are here."""
+        """The families of the entered ones."""
         families: set[Family] = set()
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -129,18 +123,18 @@ class HostBlocks:
         return families
 
     def use(self, hashes: Iterable[BlockHash]) -> AbstractSet[Family]:
-        """Those of them that are here are used now; returns their families."""
+        """Record a use of the entered ones; returns their families."""
         families = self.families(hashes)
         self._use(families)
         return families
 
     def room(self, spared: Collection[Family]) -> int:
-        """As many as `take` could give; `spared` are the families of a chain."""
+        """The most blocks that `take` could return; `spared` are the families of a chain."""
         num_spared = sum(len(family.blocks) for family in spared)
         return len(self._free) + len(self._block_of) - num_spared
 
     def take(self, n: int, spared: Container[Family] = ()) -> list[int]:
-        """`n` blocks to write to, or fewer: those `spared` lose nothing for them."""
+        """`n` blocks to write to, or fewer; the families `spared` are not evicted for them."""
         if n > len(self._free):
             self._evict(n - len(self._free), spared)
         taken = self._free[: -n - 1 : -1] if n else []
@@ -150,14 +144,14 @@ class HostBlocks:
         return taken
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Those that were taken, and not entered."""
+        """Free blocks that were taken and not entered."""
         self._free += reversed(blocks)
 
     def enter(
         self, blocks: Sequence[int], hashes: Sequence[BlockHash], parent: BlockHash | None
     ) -> None:
-        """Blocks that were taken hold these, which are not here yet: each the continuation of the
-        one before it, the first of `parent`."""
+        """Taken blocks hold these hashes, which are not entered yet: each continues the one before
+        it, the first `parent`."""
         assert self._block_of.keys().isdisjoint(hashes), "a block is here twice"
         family = self._family_behind(parent)
         first = len(family.blocks)
@@ -171,7 +165,7 @@ class HostBlocks:
     # -- families --------------------------------------------------------------------------------
 
     def _family_behind(self, parent: BlockHash | None) -> Family:
-        """The one that a continuation of `parent` joins."""
+        """The family that a continuation of `parent` joins."""
         above: tuple[Family, int] | None = None
         if parent is not None and (block := self._block_of.get(parent)) is not None:
             above = self._places[block]
@@ -214,14 +208,14 @@ class HostBlocks:
             n -= num_gone
         for entry in set_aside:
             heapq.heappush(self._queue, entry)
-        if evicted and self._on_evict is not None:
-            self._on_evict(evicted)
+        if evicted and self.on_evict is not None:
+            self.on_evict(evicted)
 
     def _oldest(
         self, spared: Container[Family], set_aside: list[tuple[int, int, Family]]
     ) -> list[tuple[int, int, Family]]:
-        """Taken out of the queue: up to NUM_OLDEST, the oldest first. Those `spared` go to
-        `set_aside`."""
+        """Remove up to NUM_OLDEST entries from the queue, the oldest first; those of `spared`
+        families go to `set_aside`."""
         found: list[tuple[int, int, Family]] = []
         while self._queue and len(found) < NUM_OLDEST:
             entry = heapq.heappop(self._queue)
@@ -234,7 +228,7 @@ class HostBlocks:
         return found
 
     def _shrink(self, family: Family, n: int) -> list[BlockHash]:
-        """Give up its last `n` blocks; returns what they held."""
+        """Evict its last `n` blocks; returns their hashes."""
         gone = family.blocks[len(family.blocks) - n :]
         del family.blocks[len(family.blocks) - n :]
         hashes = []
@@ -244,7 +238,7 @@ class HostBlocks:
             del self._block_of[block_hash]
             self._hash_of[block] = self._places[block] = None
             hashes.append(block_hash)
-        self._free += reversed(gone)  # to be taken in ascending order: one run to copy
+        self._free += reversed(gone)  # taken in ascending order: a single run to copy
         if not family.blocks:
             self._num_families -= 1
             if (parent := family.parent) is not None:
@@ -256,7 +250,7 @@ class HostBlocks:
 
 
 def _is_valid(entry: tuple[int, int, Family]) -> bool:
-    """Whether the queue's entry holds; if not, its family may get another."""
+    """Whether the queue's entry is up to date; if not, its family may get another one."""
     used, _, family = entry
     if family.used == used and family.can_shrink:
         return True

@@ -1,15 +1,15 @@
-"""Copies of blocks between the device's pool and host memory, and what they cost.
+"""Copies of blocks between the device's pool and host memory, and their cost.
 
-On a GPU the copy engines make them, on a stream of their own for each direction, slice by slice:
-the next one is submitted when one has ended, since a step's small copies go by the same engines,
-behind whatever was submitted before. No event of a step is waited for:
+On a GPU the copy engines make them, with a stream for each direction, slice by slice: the next one
+is submitted when one has ended, since the small copies of a step use the same engines, behind what
+was submitted before. They wait for no event of a step:
 
-    out   the blocks are computed, as the host has seen; if one gets new content meanwhile, its
-          generation has moved, and the copy is discarded
-    in    the blocks were free, so no step on the device touches them, and they are fenced; the
-          steps that read them are launched once the host has seen the copy complete
+    out   the host has seen that the blocks are computed; if one gets new content meanwhile, its
+          generation changes, and the copy is discarded
+    in    the blocks were free, so no step on the device uses them, and they are fenced; steps that
+          read them are launched once the host has seen the copy complete
 
-On a CPU a copy is over when it was started.
+On a CPU a copy has ended when `start` returns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_SUBMITTED = 2  # slices of a direction
 
 
 class Direction(enum.IntEnum):
-    """As the device's pool has it."""
+    """Out of the device's pool, or into it."""
 
     OUT = 0
     IN = 1
@@ -48,10 +48,10 @@ class Direction(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostCounts:
-    """Counted since the tier was made, but for `num_blocks`, which hold something now.
+    """Counters since the tier was created, except `num_blocks`: those entered now.
 
-    `num_lost_blocks` were not what they had been when a copy of them ended. `block_s`: what the
-    last copies took for each block; 0: there were none.
+    `num_lost_blocks` had changed when their copy ended. `block_s`: the time per block of the last
+    copies; 0: there were none.
     """
 
     num_blocks: int = 0
@@ -65,37 +65,37 @@ class HostCopy(Protocol):
     """One copy."""
 
     def seconds(self) -> float | None:
-        """How long it took; None: it is not over. Raises EngineFailed when the device is lost."""
+        """How long it took; None: it has not ended. Raises EngineFailed if the device is lost."""
         ...
 
 
 class HostCopier(Protocol):
-    """Belongs to the engine's thread. Copies of one direction end in the order of their starts."""
+    """Used by the engine's thread. Copies of one direction end in the order of their starts."""
 
     @property
     def block_bytes(self) -> int:
-        """Of one block, of all ranks."""
+        """The size of a block, of all ranks."""
         ...
 
     @property
     def num_blocks(self) -> int:
-        """Host blocks that there are by now: it grows while memory is pinned."""
+        """Host blocks that are usable now: it grows while memory is pinned."""
         ...
 
     def begin(self) -> None:
-        """Let there be blocks; call once. Returns at once."""
+        """Begin to make blocks usable; call once. Does not wait."""
         ...
 
     def start(
         self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]
     ) -> HostCopy:
-        """Copy blocks, parallel to each other. Raises EngineFailed."""
+        """Copy blocks, pairwise. Raises EngineFailed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DoneCopy:
-    """A copy that was over when it was started."""
+    """A copy that has ended."""
 
     took_s: float
 
@@ -104,7 +104,7 @@ class DoneCopy:
 
 
 class _BlocksInHostMemory:
-    """What copiers have in common."""
+    """The common part of copiers."""
 
     def __init__(self, block_bytes: int, memory: HostMemory) -> None:
         self.block_bytes = block_bytes
@@ -116,7 +116,7 @@ class _BlocksInHostMemory:
 
     @property
     def most_blocks(self) -> int:
-        """That there may come to be."""
+        """The most that `num_blocks` may become."""
         return self._memory.num_wanted
 
     def begin(self) -> None:
@@ -124,7 +124,7 @@ class _BlocksInHostMemory:
         self._memory.begin()
 
     def wait(self) -> None:
-        """Behind `begin`: until there are as many as there will be."""
+        """After `begin`: wait until `num_blocks` grows no more."""
         self._memory.wait()
 
     def view(self, host_block: int) -> memoryview:
@@ -134,7 +134,7 @@ class _BlocksInHostMemory:
 
 
 class CpuCopier(_BlocksInHostMemory):
-    """A pool in host memory, and more of that."""
+    """For a pool that is in host memory itself."""
 
     def __init__(self, kv: CpuKvMemory, memory: HostMemory) -> None:
         super().__init__(kv.block_bytes, memory)
@@ -167,7 +167,7 @@ class CudaCopy:
     """A copy by the copy engines."""
 
     def __init__(self, lane: _Lane, num_slices: int, submit: Callable[[int], None]) -> None:
-        """`submit(n)`: to the device, slice `n`."""
+        """`submit(n)` submits slice `n` to the device."""
         self._lane, self._submit = lane, submit
         self._begin, self.end = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -176,7 +176,7 @@ class CudaCopy:
         self.num_waiting = self._num_slices = num_slices
 
     def submit_next(self) -> torch.cuda.Event:
-        """The next slice, and what comes to pass at its end. A copy lasts from the first one on."""
+        """Submit the next slice; returns the event at its end. A copy is timed from its first."""
         stream = self._lane.stream
         if self.num_waiting == self._num_slices:
             self._begin.record(stream)
@@ -185,7 +185,7 @@ class CudaCopy:
         if self.num_waiting > 1:
             ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ended.record(stream)
-        self.num_waiting -= 1  # by now: another thread may look
+        self.num_waiting -= 1  # last: another thread may read it
         return ended
 
     def seconds(self) -> float | None:
@@ -199,9 +199,8 @@ class CudaCopy:
 
 
 class _Lane:
-    """The copies of one direction, slice by slice: a step's own small copies go by the same copy
-    engines, behind whatever was submitted before them. One thread may start copies while another
-    looks at them."""
+    """The copies of one direction, slice by slice (see above). One thread may start copies while
+    another polls them."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
@@ -217,25 +216,25 @@ class _Lane:
         return copy
 
     def advance(self) -> None:
-        """Submit the next slices, if some that were submitted have ended."""
+        """Submit the next slices if submitted ones have ended."""
         with self._lock:
             while self._submitted and self._submitted[0].query():  # type: ignore[no-untyped-call]
                 self._submitted.popleft()
             while self._waiting and len(self._submitted) < _MOST_SUBMITTED:
-                with torch.cuda.device(self.stream.device):  # a thread has a device of its own
+                with torch.cuda.device(self.stream.device):  # the current device is per thread
                     self._submitted.append(self._waiting[0].submit_next())
                 if not self._waiting[0].num_waiting:
                     self._waiting.popleft()
 
     def close(self) -> None:
-        """Nothing is submitted any more, and what was has ended."""
+        """Drop what is not submitted, and wait for what is."""
         with self._lock:
             self._waiting.clear()
             self.stream.synchronize()
 
 
 class CudaCopier(_BlocksInHostMemory):
-    """A GPU's pool, and pinned memory."""
+    """For a GPU's pool, with pinned host memory."""
 
     def __init__(self, kv: CudaKvMemory, memory: HostMemory, device: torch.device) -> None:
         super().__init__(kv.block_bytes, memory)
@@ -285,7 +284,7 @@ class CudaCopier(_BlocksInHostMemory):
 def make_host_copier(
     config: EngineConfig, kv: CpuKvMemory | CudaKvMemory, device: torch.device
 ) -> CpuCopier | CudaCopier | None:
-    """By `--swap-space`; None: there is to be no host memory for blocks."""
+    """The copier for `--swap-space`; None: no host memory for blocks."""
     num_bytes = config.swap_bytes(device.type)
     if num_bytes < kv.block_bytes:
         return None
@@ -297,8 +296,8 @@ def make_host_copier(
 
 
 class CopyCost:
-    """What copies to and from host memory take, by the last ones: bytes at a rate, and a little
-    until the step behind is launched."""
+    """The time of copies to and from host memory, from the last ones: bytes at a rate, and a
+    constant until the next step is launched."""
 
     def __init__(self) -> None:
         self._measured: deque[tuple[int, float]] = deque(maxlen=_NUM_MEASURED)
@@ -307,18 +306,18 @@ class CopyCost:
         self._measured.append((num_bytes, seconds))
 
     def forget_slowest(self) -> None:
-        """Of those that were measured, unless it is the only one."""
+        """Drop the slowest measured copy, unless it is the only one."""
         if len(self._measured) > 1:
             self._measured.remove(max(self._measured, key=lambda one: one[1] / one[0]))
 
     @property
     def bytes_per_s(self) -> float | None:
-        """None: there was none yet."""
+        """None before the first copy."""
         seconds = sum(seconds for _, seconds in self._measured)
         return sum(num_bytes for num_bytes, _ in self._measured) / seconds if seconds else None
 
     def seconds(self, num_bytes: int) -> float:
-        """Of a copy, behind no other."""
+        """The time of a copy that waits for no other."""
         rate = self.bytes_per_s
         return _NOTICE_S + (0.0 if rate is None else num_bytes / rate)
 
@@ -330,10 +329,10 @@ class CopyCost:
         step_cost: StepCost | None,
         read_s: float = 0.0,
     ) -> bool:
-        """Whether to copy so many bytes, after `read_s`, takes less than to compute `num_tokens`
-        tokens of a prompt behind `context`. The one rule for hits in host memory and on disk, whose
-        bytes are copied once, and for preempted requests, whose bytes are copied twice. True while
-        no step is measured, but for what is to be read."""
+        """Whether copying `num_bytes`, after `read_s`, takes less than computing `num_tokens` of a
+        prompt behind `context`. Used for hits in host memory and on disk, whose bytes are copied
+        once, and for preempted requests, whose bytes are copied twice. While no step is measured:
+        True, unless blocks have to be read."""
         if step_cost is None:
             return read_s == 0.0
         chunk = min(num_tokens, max(1, 2 * step_cost.max_rows))  # as far as steps were measured

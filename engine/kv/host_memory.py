@@ -1,13 +1,13 @@
-"""Memory of the host for KV blocks: [num_blocks, block_bytes], a block of all layers one piece, as
-on the device, so that copy engines move a block at once, and blocks that lie side by side together.
+"""Host memory for KV blocks: [num_blocks, block_bytes]. As on the device, a block of all layers is
+contiguous, so that copy engines move whole blocks, and consecutive blocks at once.
 
     mmap │ slice 0 │ slice 1 │ slice 2 │ ...        pinned by a thread, one slice after the other
          └ usable ────────────┘ num_blocks
 
-Nobody waits for it: blocks are usable as soon as their slice is pinned. Where memory is refused or
-short, it ends there, with one message, and what is pinned by then is used. Pages are written first,
-which takes longest: while they are pinned, launches on the device may wait. On a CPU nothing is to
-be pinned, and the system gives pages as they are needed. Knows no block's content.
+Nothing waits for it: blocks are usable as soon as their slice is pinned. If memory is refused or
+short, pinning ends with one message, and what is pinned is used. Pages are written before, which
+takes longest: launches on the device may wait while pages are pinned. On a CPU nothing is pinned,
+and the system allocates pages as they are used. Knows no block's content.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .cuda_memory import forget_error, runtime
 _log = logging.getLogger(__name__)
 
 _SLICE_BYTES = 64 << 20
-_SPARE_BYTES = 2 << 30  # of the host's memory, for all else
+_SPARE_BYTES = 2 << 30  # of the host's memory, left for everything else
 _PORTABLE = 1  # cudaHostRegisterPortable
 
 Pin = Callable[[int, int], str | None]
@@ -67,7 +67,7 @@ class HostMemory:
         self.address: int = np.frombuffer(self.memory, np.uint8).ctypes.data
 
     def begin(self) -> None:
-        """Pin it, or as much of it as there is; returns at once."""
+        """Begin to pin the memory, as far as there is enough; does not wait."""
         if self._pin is None:
             self._fill()
         else:
@@ -92,7 +92,7 @@ class HostMemory:
 
     @property
     def _promised_bytes(self) -> int:
-        """What was promised and is not taken from the system yet."""
+        """Memory that is in use here, but not allocated by the system yet."""
         return 0 if self._pin is not None else self.num_blocks * self.block_bytes
 
     def _degrade(self, why: str) -> None:
@@ -102,12 +102,12 @@ class HostMemory:
         )
 
     def wait(self) -> None:
-        """Until all is pinned that will be."""
+        """Wait until pinning has ended."""
         if self._thread is not None:
             self._thread.join()
 
     def close(self) -> None:
-        """Let go of it; no copy may be in flight."""
+        """Unpin the memory; no copy may be in flight."""
         self._is_closed.set()
         self.wait()
         for address in self._pinned:
@@ -115,7 +115,7 @@ class HostMemory:
 
 
 def cuda_pin(device: torch.device) -> Pin:
-    """Pins for all GPUs of this process; called by the thread that fills the memory."""
+    """A function that pins memory for all GPUs of this process, for the thread that fills it."""
 
     def pin(address: int, num_bytes: int) -> str | None:
         with torch.cuda.device(device):
@@ -132,7 +132,7 @@ def cuda_unpin(address: int) -> None:
 
 
 def free_host_bytes() -> int:
-    """What this process may still take: of the host, and of its control group."""
+    """Memory that this process may still allocate, by the host and by its control group."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free_bytes = int(fields["MemAvailable"].split()[0]) << 10
     group = Path("/sys/fs/cgroup")

@@ -1,17 +1,16 @@
-"""Blocks go to host memory while they are good, so that nothing is lost when the device's pool
-evicts them, and come back when they are cheaper copied than computed.
+"""Copies blocks to host memory before the device's pool evicts them, and back when copying them
+takes less than computing them.
 
-    write   a copy out of blocks that somebody holds or that are cached; nothing waits for it. A
-            block that got new content before the copy's end, by its generation, is not entered
-    load    a copy in, to blocks that a sequence has taken. At its end those count whose host block
-            has the generation that it had before; a fence keeps the targets until then. A second
-            sequence that begins alike refers to the same targets and waits for the same copy. What
-            is on disk (disk/disk_tier.py) is read to host memory first, and copied from there
+    write   a copy out of blocks that are held or cached; nothing waits for it. A block that got new
+            content before the copy ended, by its generation, is not entered
+    load    a copy in, to blocks that a sequence has allocated, held by a fence until it ends. It is
+            good up to the first block whose host block has another generation then. A second
+            sequence with the same prefix shares the targets and waits for the same copy. Blocks on
+            disk (disk/disk_tier.py) are read to host memory first, and copied from there
 
-Writes are made from the end of a chain, as the device's pool evicts: what is about to go is copied
-first. What a write takes of the host is spread: `write` only takes note of the chain, and with each
-copy that is started room is made for its blocks, not for those of the others.
-Belongs to the engine's thread; knows no request.
+A chain is written from its end, in the order in which the device's pool evicts. The host's work for
+a write is spread: `write` only records the chain, and room for blocks is made as their copy starts.
+Used by the engine's thread alone; knows no request.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from .host_copies import CopyCost, Direction, DoneCopy, HostCopier, HostCopy, Ho
 from .prefix_cache import PrefixCache
 
 SLICE_BLOCKS = 64  # of one copy out
-MOST_COPIES = 4  # out, on the device at a time: to submit one takes a tenth of a millisecond
-_MOST_WRITTEN = 4096  # blocks that are to be copied out, or are on their way
+MOST_COPIES = 4  # out, on the device at a time: submitting one takes 0.1 ms
+_MOST_WRITTEN = 4096  # blocks that wait to be copied out, or are being copied
 
 
 @dataclass(slots=True, eq=False)
 class _Slice:
-    """A run of a chain's blocks that is copied out, from its first to as many as have a host block.
-    `parent`: the hash before the first; `copy`: None where there is nothing to copy; `num_good`:
-    how many of the first were still the same at its end."""
+    """A run of a chain's blocks that is copied out, as many of the first as have a host block.
+    `parent`: the hash before the first; `copy`: None if there is nothing to copy; `num_good`: how
+    many of the first were unchanged when it ended."""
 
     parent: BlockHash | None
     hashes: Sequence[BlockHash]
@@ -55,8 +54,8 @@ class _Slice:
 
 @dataclass(slots=True)
 class _Write:
-    """One chain. `generations` when it was told; `missing`: positions of those that wait, which are
-    planned from the last to the first, slice by slice; `started` and `ended` the deepest last.
+    """The write of one chain. `generations`: at its begin; `missing`: positions that wait, started
+    from the last to the first, slice by slice; `started` and `ended` with the deepest slice last.
     `spared`: its families in host memory when `num_entered` slices had been entered."""
 
     hashes: Sequence[BlockHash]
@@ -67,25 +66,25 @@ class _Write:
     num_entered: int
     started: deque[_Slice] = field(default_factory=deque)
     ended: deque[_Slice] = field(default_factory=deque)
-    is_whole: bool = True  # of those that were entered nothing was lost
+    is_whole: bool = True  # no block of the entered slices was lost
 
 
 @dataclass(slots=True, eq=False)
 class _CopyIn:
-    """Blocks on their way in, from host blocks that they may have to be read to first. `num_good`:
-    how many of the first are in place once it has ended; None: it has not."""
+    """A copy in, from host blocks that may have to be read from disk first. `num_good`: how many of
+    the first blocks were copied, once it has ended; None: it has not."""
 
     hashes: Sequence[BlockHash]
     fence: Fence  # of the targets
     host_blocks: list[int] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
-    copy: HostCopy = DoneCopy(0.0)  # noqa: RUF009 (frozen): it has not begun
+    copy: HostCopy = DoneCopy(0.0)  # noqa: RUF009 (frozen): not started
     num_good: int | None = None
 
 
 class HostMatch(NamedTuple):
-    """What goes on behind the cached blocks of a prompt: `coming` are on the device, where a copy
-    for others fills them; `host_blocks` go on behind those, and slots `on_disk` behind these."""
+    """The blocks that follow the cached ones of a prompt: first `coming`, on the device, which a
+    copy for another sequence fills; then `host_blocks`; then the slots `on_disk`."""
 
     coming: list[int]
     host_blocks: list[int]
@@ -98,8 +97,8 @@ class HostMatch(NamedTuple):
 
 @dataclass(slots=True)
 class Load:
-    """What one sequence waits for: of each copy the blocks from one place to another, in the order
-    of its own. Others may have begun those of the first `num_shared` blocks."""
+    """The copies that one sequence waits for, each with the range of its blocks, in the order of
+    the sequence's. Those of the first `num_shared` blocks may have been started for others."""
 
     num_blocks: int
     num_shared: int
@@ -107,7 +106,7 @@ class Load:
 
     @property
     def num_good(self) -> int | None:
-        """How many of the first are in place; None: some copy has not ended."""
+        """How many of the first blocks were copied; None: some copy has not ended."""
         num_good, is_whole = 0, True
         for copy, first, last in self.parts:
             if copy.num_good is None:
@@ -120,7 +119,7 @@ class Load:
 
 @dataclass(eq=False)
 class HostTier:
-    """One engine's. `cost`: what copies take, as measured."""
+    """The host memory of one engine. `cost`: the measured cost of copies."""
 
     _copier: HostCopier
     _blocks: HostBlocks
@@ -134,7 +133,7 @@ class HostTier:
     _writes: deque[_Write] = field(default_factory=deque)
     _loads: deque[_CopyIn] = field(default_factory=deque)
     _reads: dict[DiskRead, _CopyIn] = field(default_factory=dict)
-    # And where in the copy.
+    # By hash: the copy, and the block's place in it.
     _coming: dict[BlockHash, tuple[_CopyIn, int]] = field(default_factory=dict)
     _on_their_way: set[BlockHash] = field(default_factory=set)
     _num_entered: int = 0  # slices
@@ -153,19 +152,19 @@ class HostTier:
 
     @property
     def num_writing(self) -> int:
-        """Blocks on their way here."""
+        """Blocks on their way to host memory."""
         return len(self._on_their_way)
 
     @property
     def has_work(self) -> bool:
-        """Whether it is to be polled soon: copies go on as they are polled."""
+        """Whether it has to be polled soon: copies continue when they are polled."""
         return bool(self._loads or self._writes or self._reads)
 
     # -- out -------------------------------------------------------------------------------------
 
     def write(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> None:
-        """Copy what is not here of a chain of full, computed blocks, as much as there is room for,
-        the first blocks first."""
+        """Copy a chain of full, computed blocks, as far as it is not here: as many as there is room
+        for, the first blocks first."""
         self._blocks.grow(self._copier.num_blocks)
         missing = self._blocks.missing(hashes, self._on_their_way)
         spared = self._blocks.use(hashes)
@@ -175,8 +174,8 @@ class HostTier:
         self._write(hashes, block_ids, missing, spared)
 
     def swap_out(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> bool:
-        """The same for the blocks of a preempted sequence: all or none. Whether they are here, or
-        will be; not if to compute them again takes less than to copy them twice."""
+        """The same for a preempted sequence: all blocks or none. Returns whether they are, or will
+        be, here; not if recomputing them takes less than copying them twice."""
         self._blocks.grow(self._copier.num_blocks)
         missing = self._blocks.missing(hashes, self._on_their_way)
         num_bytes = (len(hashes) + len(missing)) * self._copier.block_bytes
@@ -192,7 +191,7 @@ class HostTier:
         return True
 
     def _room(self, spared: AbstractSet[Family]) -> int:
-        """Beside what waits already."""
+        """Blocks beside those that wait to be written."""
         return self._blocks.room(spared) - sum(len(write.missing) for write in self._writes)
 
     def _write(
@@ -209,7 +208,7 @@ class HostTier:
         self._writes.append(_Write(hashes, block_ids, read, missing, spared, self._num_entered))
 
     def _start_writes(self) -> None:
-        """As many as may be on the device."""
+        """Start as many copies as may be on the device."""
         num_started = sum(len(write.started) for write in self._writes)
         for write in self._writes:
             while write.missing:
@@ -219,8 +218,8 @@ class HostTier:
                 num_started += 1
 
     def _start_slice(self, write: _Write) -> None:
-        """The last of those that lie side by side, up to SLICE_BLOCKS. What is not the same any
-        more displaces nothing."""
+        """Start the last run of consecutive missing blocks, up to SLICE_BLOCKS. Blocks that have
+        changed displace nothing."""
         missing = write.missing
         last = missing[-1] + 1
         n = 1
@@ -242,18 +241,18 @@ class HostTier:
         write.started.append(one)
 
     def _num_same(self, block_ids: Sequence[int], generations: Sequence[int]) -> int:
-        """How many of the first have these generations."""
+        """How many of the first blocks still have these generations."""
         is_same = map(eq, map(self._generations.read, block_ids), generations)
         return [*is_same, False].index(False)
 
     # -- in --------------------------------------------------------------------------------------
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The host blocks of the longest beginning of `hashes`."""
+        """The host blocks of the longest prefix of `hashes`."""
         return self._blocks.match(hashes)
 
     def match_coming(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The device's blocks that are being filled with the longest beginning of `hashes`."""
+        """The device's blocks that copies are filling with the longest prefix of `hashes`."""
         block_ids: list[int] = []
         for block_hash in hashes:
             if (found := self._coming.get(block_hash)) is None:
@@ -263,11 +262,11 @@ class HostTier:
         return block_ids
 
     def match_disk(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The slots on disk of the longest beginning of `hashes` that is there alone."""
+        """The slots of the longest prefix of `hashes` that is only on disk."""
         return [] if self.disk is None else self.disk.match(hashes, self._on_their_way)
 
     def pays(self, match: HostMatch, num_before: int) -> bool:
-        """Whether to copy these takes less than to compute them behind other blocks."""
+        """Whether copying these takes less than computing them behind `num_before` blocks."""
         num_bytes, size = match.num_blocks * self._copier.block_bytes, self._block_size
         read_s = 0.0 if self.disk is None else self.disk.seconds(len(match.on_disk))
         num_tokens, context = match.num_blocks * size, num_before * size
@@ -280,8 +279,8 @@ class HostTier:
         block_ids: Sequence[int],
         parent: BlockHash | None = None,
     ) -> Load:
-        """Wait for what is coming, and copy what is behind it to `block_ids`, which somebody holds;
-        the hashes are of both, and continue `parent`."""
+        """Wait for the blocks that are coming, and copy those behind them to `block_ids`, which are
+        referenced; `hashes` are of both, and continue `parent`."""
         num_shared, num_own = len(match.coming), len(match.host_blocks)
         spared = self._blocks.use(hashes)
         places = map(self._coming.__getitem__, hashes[:num_shared])
@@ -319,8 +318,8 @@ class HostTier:
     # -- ends ------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
-        """Take note of copies that have ended; whether a load was among them. Never waits. Raises
-        EngineFailed when the device is lost."""
+        """Process copies that have ended; returns whether a load was among them. Never waits.
+        Raises EngineFailed when the device is lost."""
         self._poll_disk()
         num_entered = 0
         while self._writes and self._end_slices(write := self._writes[0]):
@@ -328,7 +327,7 @@ class HostTier:
                 self._enter(write, write.ended.popleft())
                 num_entered += 1
             if write.ended:
-                break  # a step waits: the others in front of the next one
+                break  # a step waits: the rest is entered before the next one
             self._writes.popleft()
         self._start_writes()
         has_loaded = False
@@ -345,7 +344,7 @@ class HostTier:
             self._copy_in(self._reads.pop(read), read.host_blocks[:n])
 
     def _end_slices(self, write: _Write) -> bool:
-        """Whether all of them have ended."""
+        """Whether all slices have ended."""
         while write.started:
             one = write.started[0]
             if one.copy is not None:
@@ -357,7 +356,7 @@ class HostTier:
         return not write.missing
 
     def _enter(self, write: _Write, one: _Slice) -> None:
-        """What of it is the same; nothing behind a loss, which is of no use."""
+        """Enter its unchanged blocks; none behind a lost one, which could not be matched."""
         n = one.num_good if write.is_whole else 0
         write.is_whole &= n == len(one.hashes)
         self._on_their_way.difference_update(one.hashes)

@@ -2,19 +2,20 @@
 
     [num_blocks, num_layers, 2, kv_heads, block_size, head_dim]
                              K,V
-A block of all layers is one contiguous piece, which is what the hand-off copies; in 8 bits it holds
-its tokens' scales too (kernels/kv/kv_8bit.py). On a CPU the pool is a sealed memfd, so that a
-puller on the same host reads it directly. Knows no request and no block's owner. On a GPU:
+A block of all layers is contiguous, and is what the hand-off copies; with 8 bits it has the scales
+of its tokens too (kernels/kv/kv_8bit.py). On a CPU the pool is a sealed memfd, which a puller on
+the same host reads directly. Knows no request and no block's owner. On a GPU:
 
     gpu_memory_utilization * total  =  context | weights | work of the largest step | pool
 
-The share is this engine's own, so that two engines may start on one GPU at once. A pool is never
-larger than what others leave free. For the context of a process we allow 1 GiB; graphs and the
-buffers of transports come later and are not in the share.
+The share is that of this engine alone, so that two engines may start on one GPU at once. A pool is
+never larger than the free memory. The context of a process counts as 1 GiB; graphs and the buffers
+of transports are allocated later and are not in the share.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Callable
@@ -35,8 +36,8 @@ _LATER_BYTES, _LATER_BYTES_A_SEQ = 512 << 20, 4 << 20  # buffers; graphs, 0.9 GB
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What one block holds: `num_layers` and `num_kv_heads` are those of this rank. A `dtype` of 8
-    bits is that of the values, which have scales."""
+    """The layout of one block: `num_layers` and `num_kv_heads` are those of this rank. A `dtype` of
+    8 bits is that of the values, which have scales."""
 
     num_layers: int
     num_kv_heads: int
@@ -51,7 +52,7 @@ class KvLayout:
 
     @property
     def head_bytes(self) -> int:
-        """Of one head's K or V of a layer."""
+        """The size of one head's K or V in a layer."""
         return math.prod(self.block_shape[-2:]) * self.dtype.itemsize
 
     @property
@@ -72,7 +73,7 @@ class KvMemory:
 
 
 class CpuKvMemory(KvMemory):
-    """A pool in shared host memory. `fd` is what a puller must be passed."""
+    """A pool in shared host memory. `fd` is passed to pullers."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         """Raises StartupFailed if the system has not got the memory."""
@@ -84,10 +85,10 @@ class CpuKvMemory(KvMemory):
         self.tensor = flat.view(num_blocks, *layout.block_shape)
 
     def close(self) -> None:
-        """Close `fd` and let go of the memory.
+        """Close `fd` and release the memory.
 
-        It is unmapped when the last tensor over it is gone, not here: a tensor over unmapped
-        memory would be a crash.
+        It is unmapped with the last tensor over it, not here: using a tensor over unmapped memory
+        would crash.
         """
         os.close(self.fd)
         self.view.release()
@@ -107,7 +108,7 @@ def choose_num_cpu_blocks(config: EngineConfig, layout: KvLayout, max_model_len:
 
 
 def check_num_blocks(num_blocks: int, layout: KvLayout, max_model_len: int, more: str) -> None:
-    """Raise StartupFailed if the longest sequence would not fit; `more`: memory, where from."""
+    """Raise StartupFailed if the longest sequence would not fit; `more`: how to get more memory."""
     needed = math.ceil(max_model_len / layout.block_size) + NUM_RESERVED_BLOCKS
     if num_blocks < needed:
         fitting_len = max(0, num_blocks - NUM_RESERVED_BLOCKS) * layout.block_size
@@ -124,7 +125,7 @@ def check_num_blocks(num_blocks: int, layout: KvLayout, max_model_len: int, more
 
 
 class CudaKvMemory(KvMemory):
-    """A pool in one cudaMalloc; `address` and `num_bytes` are what an IPC handle is made of."""
+    """A pool in one cudaMalloc at `address`, from which an IPC handle can be made."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
         """Raises StartupFailed if the device has not got the memory."""
@@ -133,11 +134,11 @@ class CudaKvMemory(KvMemory):
         self._allocation = CudaAllocation(num_blocks * layout.block_bytes, device)
         self.address = self._allocation.address
         flat = self._allocation.tensor()
-        # Kernels multiply what they mask by zero: the memory may not begin as NaN.
+        # Kernels multiply masked values by zero: the memory must not contain NaN.
         self.tensor = flat.zero_().view(layout.dtype).view(num_blocks, *layout.block_shape)
 
     def close(self) -> None:
-        """Give the memory back, once the device is done with it."""
+        """Free the memory once the device has completed its work."""
         del self.tensor
         self._allocation.free()
 
@@ -158,7 +159,7 @@ def choose_num_gpu_blocks(
     num_blocks, more = config.num_kv_blocks, "--gpu-memory-utilization or --num-kv-blocks"
     if num_blocks is None:
         _measure(device, run_largest_step)
-        used_bytes = torch.cuda.memory_reserved(device)  # stays ours: a step will not find it taken
+        used_bytes = torch.cuda.memory_reserved(device)  # stays reserved for steps
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         share_bytes = int(config.gpu_memory_utilization * total_bytes) - _CONTEXT_BYTES - used_bytes
         free_bytes -= _LATER_BYTES + max_num_seqs * _LATER_BYTES_A_SEQ
@@ -170,7 +171,7 @@ def choose_num_gpu_blocks(
 
 
 def _measure(device: torch.device, run_largest_step: Callable[[], None]) -> None:
-    """Have torch reserve what the largest step needs, and no more."""
+    """Let torch reserve what the largest step needs, and no more."""
     torch.cuda.empty_cache()
     try:
         run_largest_step()
@@ -180,3 +181,12 @@ def _measure(device: torch.device, run_largest_step: Callable[[], None]) -> None
             hint="lower --prefill-chunk-tokens, --max-num-batched-tokens or --max-num-seqs",
         ) from error
     torch.cuda.synchronize(device)
+
+
+def canary_bytes(incarnation: str, block_bytes: int) -> bytes:
+    """The content of the canary block of `incarnation`: every position differs.
+
+    It is written once at start; a puller copies and compares it before it uses its window. A wrong
+    offset, stride, length, byte order or process shows as a difference.
+    """
+    return hashlib.shake_128(f"baton canary {incarnation}".encode()).digest(block_bytes)

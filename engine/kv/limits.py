@@ -1,4 +1,4 @@
-"""What one engine can hold and run, and which requests it must refuse because of that."""
+"""The limits of one engine, and which requests it rejects because of them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MAX_NUM_SEQS = 512  # unless the operator sets another
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Found out at start: `num_blocks` counts the reserved ones.
+    """Set at start. `num_blocks` includes the reserved ones.
 
-    `max_held_blocks` bounds the KV that waits to be pulled, the running prefills for it included;
+    `max_held_blocks` limits the KV that is held for pullers, that of running prefills included;
     None: the whole pool. A single request may exceed it if nothing else is held.
 
-    Of a pipeline of `num_stages` as many steps are in flight at once, or one more; a token has to
-    come back from one before its sequence goes on in another.
+    A pipeline of `num_stages` has as many steps in flight, or one more; a sequence is in the next
+    step only once its token of the last one is known.
     """
 
     num_blocks: int
@@ -28,9 +28,9 @@ class EngineLimits:
     max_num_seqs: int = MAX_NUM_SEQS
     max_num_batched_tokens: int = 2048
     max_held_blocks: int | None = None
-    prefill_chunk_tokens: int = 0  # of a step with one prompt alone, if that is more
-    graph_rows: tuple[int, ...] = ()  # that steps of decodes and prompts are padded to, ascending
-    graph_prompt_tokens: int = 0  # most of such a step; one with more is in no graph
+    prefill_chunk_tokens: int = 0  # of a step with a single prompt, if that is more
+    graph_rows: tuple[int, ...] = ()  # sizes that mixed steps are padded to, ascending
+    graph_prompt_tokens: int = 0  # most of such a step; with more it fits no graph
     num_stages: int = 1
     block_bytes: int = 0  # of all ranks
 
@@ -41,24 +41,26 @@ class EngineLimits:
 
     @property
     def num_spare_tokens(self) -> int:
-        """By how many tokens a step may exceed `max_num_batched_tokens`, to end a prompt."""
+        """By how many tokens a step may exceed `max_num_batched_tokens` to end a prompt."""
         return spare_tokens(self.max_num_batched_tokens)
 
     @property
     def prompt_step_tokens(self) -> int:
-        """Of one prompt alone."""
+        """The most tokens of a step with a single prompt."""
         return max(self.max_num_batched_tokens, self.prefill_chunk_tokens)
 
     @property
     def last_chunk_tokens(self) -> int:
-        """Of a prompt that does not fit into one step. They are left to pull behind the first
-        token; with fewer a GPU loses more time than a pull takes."""
+        """The tokens in the last step of a prompt that does not fit into one step. Their KV is
+        still to pull after the first token; with fewer a GPU would lose more time than that takes.
+        """
         return self.max_num_batched_tokens // 2
 
     @property
     def small_step_tokens(self) -> int:
-        """Of prompts whose step no long prompt of another caller shall make several times longer.
-        A GPU takes about as long for so many tokens as for one."""
+        """The most tokens of prompts whose step is not shared with a long prompt of another caller,
+        which would make it several times longer. Up to here a step takes a GPU about as long as one
+        with a single token."""
         return self.max_num_batched_tokens // 8
 
     @property
@@ -66,16 +68,16 @@ class EngineLimits:
         return self.capacity if self.max_held_blocks is None else self.max_held_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens fill, the last one perhaps in part."""
+        """Blocks that `num_tokens` tokens need, the last one perhaps partial."""
         return -(-num_tokens // self.block_size)
 
     def max_outputs(self, request: Request) -> int:
-        """Output tokens that the request can have at most, over all attempts."""
+        """The most output tokens that the request can have, over all attempts."""
         room = self.max_model_len - len(request.prompt_token_ids)
         return min(request.sampling.max_tokens, room)
 
     def check(self, request: Request) -> None:
-        """Raise the InvalidRequest with the reason why this engine can never serve the request."""
+        """Raise an InvalidRequest if this engine can never serve the request."""
         if not request.prompt_token_ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
         num_tokens = request.num_known_tokens
@@ -87,16 +89,6 @@ class EngineLimits:
             raise InvalidRequest("max_tokens leaves nothing to generate", param="max_tokens")
         self.check_fits(num_tokens + 1)
 
-    def check_beams(self, request: Request) -> None:
-        """Raise the InvalidRequest if its search could not even begin here."""
-        width = request.num_sequences
-        if width > self.max_num_seqs:
-            raise InvalidRequest(
-                f"best_of {width} is more than the {self.max_num_seqs} sequences of a step",
-                "best_of",
-            )
-        self.check_fits(request.num_known_tokens + 1 + (width - 1) * self.block_size)
-
     def check_fits(self, num_tokens: int) -> None:
         """Raise PromptTooLarge if `num_tokens` tokens exceed the whole pool."""
         needed = self.blocks_for(num_tokens)
@@ -107,5 +99,5 @@ class EngineLimits:
 
 
 def spare_tokens(max_num_batched_tokens: int) -> int:
-    """What `EngineLimits.num_spare_tokens` is."""
+    """See `EngineLimits.num_spare_tokens`."""
     return max_num_batched_tokens // 16

@@ -3,8 +3,8 @@
     owner   create -> map read/write -> seal        a peer that was passed the fd can map it
     peer    check seals and size -> map read-only   read-only, and cannot resize it under us
 
-Owns the file and its seals; what lies in the bytes is for generations.py and kv_memory.py. Nothing
-has a name in the file system, so nothing is left behind by kill -9.
+Owns the file and its seals; the content is up to generations.py and kv_memory.py. There is no name
+in the file system, so kill -9 leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 
 from ...core.errors import HandoffFailed, StartupFailed
 
-# Forbids new writable mappings and write(2), keeps the owner's; fcntl names it from Python 3.13.
+# Forbids new writable mappings and write(2), keeps the owner's; fcntl has it from Python 3.13 on.
 _F_SEAL_FUTURE_WRITE = 0x0010
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
@@ -23,7 +23,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F
 def create(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
     """Zeroed memory: its file descriptor (the caller closes it) and the only writable mapping.
 
-    `name` shows in /proc for people. Raises StartupFailed if the system has not got the memory.
+    `name` is shown in /proc. Raises StartupFailed if the system does not have the memory.
     """
     fd = None
     try:

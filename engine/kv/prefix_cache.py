@@ -1,9 +1,9 @@
-"""Which block holds the KV of which prefix: chained block hash -> block id.
+"""The prefix cache: chained block hash -> block id.
 
-A block is entered once it is full and computed, and never rewritten while it is in here. The pool
-decides when an unreferenced one is evicted. Knows no request and holds no reference: whoever
-matches acquires. What is in host memory beside is in host_blocks.py; here both are known, and the
-observer is told of the two as one.
+A block is entered once it is full and computed, and never rewritten while it is in the cache. The
+pool decides when an unreferenced one is evicted. Knows no request and holds no reference: the
+caller of `match` acquires. The blocks in host memory are in host_blocks.py; the observer is
+notified of the better of both places.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .host_blocks import HostBlocks
 
 
 class CacheObserver(Protocol):
-    """Receives what this engine could serve from its cache: a cluster-wide index is made of it."""
+    """Receives what this engine could serve from its cache, for the cluster-wide prefix index."""
 
     def moved(self, block_hashes: Collection[BlockHash], was: Tier, now: Tier) -> None:
-        """The best place that each is in; `was` and `now` differ."""
+        """The best place of each block; `was` and `now` differ."""
         ...
 
 
 class PrefixCache:
-    """The only listener of `pool`'s evictions. Switched off, it matches and stores nothing."""
+    """The only listener of `pool`'s evictions. Disabled, it matches and stores nothing."""
 
     def __init__(
         self,
@@ -36,24 +36,24 @@ class PrefixCache:
         observer: CacheObserver | None = None,
         host: HostBlocks | None = None,
     ) -> None:
-        """Switched off, there is no `host` either."""
+        """Without `is_enabled` there must be no `host`."""
         self.is_enabled = is_enabled
         self._in_host: AbstractSet[BlockHash] = frozenset()
         if host is not None:
             self._in_host = host.hashes
-            host.on_evict(self._left_host)
+            host.on_evict = self._left_host
         self._pool = pool
         self._observer = observer
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
         self._undrafted: set[int] = set()
-        pool.on_evict(self._remove)
+        pool.on_evict = self._remove
 
     def __len__(self) -> int:
         return len(self._block_of)
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """The blocks of the longest cached beginning of `hashes`.
+        """The blocks of the longest cached prefix of `hashes`.
 
         They may be unreferenced: acquire them before anything is allocated.
         """
@@ -66,9 +66,9 @@ class PrefixCache:
         return matched
 
     def store(self, block_hashes: Iterable[BlockHash], block_ids: Iterable[int]) -> None:
-        """Enter full, computed blocks that somebody holds, by their hashes, no two of them alike.
+        """Enter full, computed blocks that are referenced, by their distinct hashes.
 
-        Of two blocks with one hash the first stays; the second remains an ordinary block.
+        If a hash is cached already, the earlier block stays; the other is not cached.
         """
         if not self.is_enabled:
             return
@@ -84,16 +84,16 @@ class PrefixCache:
         self._notify_device(entered, is_there=True)
 
     def note_drafted(self, block_ids: Sequence[int], num_drafted: int) -> None:
-        """Of these the first `num_drafted` have a draft model's KV, and the others lack it."""
+        """The first `num_drafted` of these have a draft model's KV, the others lack it."""
         self._undrafted.difference_update(block_ids[:num_drafted])
         self._undrafted.update(block_ids[num_drafted:])
 
     def first_undrafted(self, block_ids: Iterable[int]) -> int | None:
-        """The place of the first of these that lacks a draft model's KV."""
+        """The index of the first of these that lacks a draft model's KV."""
         return next((n for n, each in enumerate(block_ids) if each in self._undrafted), None)
 
     def entered_host(self, block_hashes: Iterable[BlockHash]) -> None:
-        """They are in host memory now, and were not before."""
+        """Notify that these are in host memory now, and were not before."""
         self._notify_host(block_hashes, Tier.NOWHERE, Tier.HOST)
 
     def _left_host(self, block_hashes: Iterable[BlockHash]) -> None:

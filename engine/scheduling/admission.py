@@ -1,15 +1,8 @@
-"""Will it fit? By an estimate of the most blocks that all sequences will ever hold at once.
+"""Whether one more sequence fits, by the estimated lengths of outputs and the most blocks that all
+sequences will then hold at once (peak_blocks.py).
 
-After "Past-Future Scheduler for LLM Serving under SLA Guarantees" (Gong et al. 2025, LightLLM):
-every step adds one slot to each sequence, and a sequence that ends gives all of its blocks back.
-
-      blocks │        ╱|             sequences sorted by what they may still grow, longest first:
-             │      ╱  |    ╱|       the sum peaks just before one of them ends, so
-             │    ╱    |  ╱  |       peak = max over i of blocks of 0..i, each grown by growth[i]
-             └─────────┴─────┴── t
-
-It is an estimate: outputs may be longer than estimated, and prefills take their time. Whoever
-admits by it must be able to preempt.
+Outputs may be longer than estimated, and prefills take time: the scheduler that admits by this has
+to be able to preempt.
 """
 
 from __future__ import annotations
@@ -21,70 +14,20 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Row
 from itertools import islice
 from statistics import fmean
-from typing import NamedTuple
 
 from ...core.request.request import Request
 from ..kv.limits import EngineLimits
+from .peak_blocks import Footprint, peak_blocks
 from .sequence import Sequence
 
-_FEW_OUTPUTS = 32  # a mean of more would follow another mix of requests too late
-
-
-class Footprint(NamedTuple):
-    """What one sequence needs now and later; a tuple, since many are made at once.
-
-    `num_tokens` slots now, `num_growth_tokens` more before it ends; `block_ids` are the blocks of
-    these that exist already, possibly shared with other sequences. A held sequence does not grow
-    and outlives all others.
-    """
-
-    num_tokens: int
-    num_growth_tokens: int
-    block_ids: Row[int]
-    is_held: bool = False
-
-
-def peak_blocks(footprints: Iterable[Footprint], block_size: int, *, is_bound: bool = False) -> int:
-    """The most blocks held at once if every sequence grows one slot a step and then ends.
-
-    Exact in whole blocks; a shared block counts once, and until the last of its sequences ends.
-    O(n log n) in sequences, O(1) a block. `is_bound`: shared blocks count for each sequence; looks
-    at no block.
-    """
-    ordered = sorted(footprints, key=lambda f: (f.is_held, f.num_growth_tokens), reverse=True)
-    seen: set[int] = set()
-    num_fixed = 0  # whole blocks of the first i sequences, each shared one counted once
-    num_growing = 0
-    tails = [0] * block_size  # of those that grow: how many have k tokens in their last block
-    peak = 0
-    for footprint in ordered:
-        if not is_bound:
-            num_seen = len(seen)
-            seen.update(footprint.block_ids)
-            num_fixed -= len(footprint.block_ids) - (len(seen) - num_seen)
-        num_full, tail = divmod(footprint.num_tokens, block_size)
-        num_fixed += num_full
-        if footprint.is_held:
-            num_fixed += tail > 0
-            peak = max(peak, num_fixed)
-            continue
-        num_growing += 1
-        tails[tail] += 1
-        # All that grow have now grown by `growth`: a tail of k tokens becomes k + part, which
-        # takes no block if that is 0, two if it is over block_size, and one otherwise.
-        whole, part = divmod(footprint.num_growth_tokens, block_size)
-        num_last = (
-            num_growing - (tails[0] if part == 0 else 0) + sum(tails[block_size - part + 1 :])
-        )
-        peak = max(peak, num_fixed + num_growing * whole + num_last)
-    return peak
+_FEW_OUTPUTS = 32  # for the mean: of more it would follow a new mix of requests too late
 
 
 class OutputLengthEstimator:
-    """How long will it get? The past answers: a high quantile of recent output lengths.
+    """How long an output will get: a high quantile of recent output lengths.
 
-    Only outputs longer than what a request already has say anything about it; if there are none,
-    it is taken to use all of its max_tokens.
+    Of these only the outputs longer than what the request already has are considered; if there are
+    none, it is expected to use all of its max_tokens.
     """
 
     def __init__(self, *, window: int = 512, quantile: float = 0.9) -> None:
@@ -103,13 +46,13 @@ class OutputLengthEstimator:
 
     @property
     def mean(self) -> float:
-        """Of the last few that ended; 0 while nothing was observed."""
+        """The mean of the last few outputs; 0 before the first."""
         few = [*islice(reversed(self._recent), _FEW_OUTPUTS)]
         return fmean(few) if few else 0.0
 
     @property
     def expected(self) -> int:
-        """Of a new request, whatever its max_tokens; 0 while nothing was observed."""
+        """The estimate for a new request, whatever its max_tokens; 0 before the first output."""
         return self.estimate(0, self._ordered[-1]) if self._ordered else 0
 
     def estimate(self, num_generated: int, max_tokens: int) -> int:
@@ -124,110 +67,68 @@ class OutputLengthEstimator:
 
 
 class Admission:
-    """Judges whether one more sequence fits beside those that have blocks."""
+    """Decides whether one more sequence fits beside those that have blocks."""
 
     def __init__(self, limits: EngineLimits, estimator: OutputLengthEstimator) -> None:
         self._limits = limits
         self._estimator = estimator
 
     def footprints(self, sequences: Iterable[Sequence]) -> list[Footprint]:
-        """Of those that have blocks; they hold until a step is launched or one of them ends."""
-        return [self._footprint(sequence, sequence.block_ids) for sequence in sequences]
+        """Of sequences that have blocks; valid until a step is launched or one of them ends."""
+        return [self.footprint(sequence, sequence.block_ids) for sequence in sequences]
 
     def fits(self, candidate: Sequence, matched: list[int], others: list[Footprint]) -> bool:
-        """Whether the pool could hold the estimated peak; `matched` are cached blocks to share.
+        """Whether the pool can hold the estimated peak; `matched` are cached blocks to share.
 
-        A candidate with nobody to wait for fits: however long it is estimated to get, waiting
-        would not help it. What is held ends by itself: the rest of a search may wait for that.
+        A candidate beside nothing but held sequences fits: however long it is expected to get,
+        waiting would not help. Held sequences end by themselves, so a beam search may wait for
+        them.
         """
         may_wait = bool(others) and candidate.group is not None
         if not candidate.is_held and not may_wait and all(f.is_held for f in others):
             return True
-        own = self._footprint(candidate, matched)
-        footprints = [*others, own, *self._footprints_of_group(candidate)]
+        own = self.footprint(candidate, matched)
+        footprints = [*others, own, *self.footprints_of_group(candidate)]
         block_size, capacity = self._limits.block_size, self._limits.capacity
-        # Thousands of blocks need to be told apart only where it matters.
+        # Comparing thousands of block ids is only needed if the bound does not fit.
         if peak_blocks(footprints, block_size, is_bound=True) <= capacity:
             return True
         return peak_blocks(footprints, block_size) <= capacity
-
-    def room(
-        self, sequences: Iterable[Sequence], pending: Iterable[Request], num_held_blocks: int
-    ) -> int:
-        """Blocks that are left beside the estimated peak of all sequences and pending requests.
-
-        Forks to come share their prompt's full blocks. `num_held_blocks` says whether any blocks
-        are shared. Takes no time for more than fills the pool.
-        """
-        limits, capacity = self._limits, self._limits.capacity
-        footprints, num_new_blocks, num_refs = list[Footprint](), 0, 0
-        for sequence in sequences:
-            block_ids = sequence.block_ids
-            footprints.append(self._footprint(sequence, block_ids))
-            if sequence.forks and not sequence.is_held:
-                footprints += self._footprints_of_forks(sequence.request, len(sequence.forks))
-            footprints += self._footprints_of_group(sequence)
-            num_refs += len(block_ids)
-            num_new_blocks += 0 if block_ids else limits.blocks_for(sequence.num_slots)
-            if num_new_blocks >= capacity:
-                return 0
-        for request in pending:
-            footprints += self._footprints_of_pending(request)
-            num_new_blocks += limits.blocks_for(request.num_known_tokens)
-            if num_new_blocks >= capacity:
-                return 0
-        room = capacity - peak_blocks(footprints, limits.block_size, is_bound=True)
-        if room < capacity // 2 and num_refs > num_held_blocks:  # as in `fits`
-            room = capacity - peak_blocks(footprints, limits.block_size)
-        return max(0, room)
 
     def has_credit(
         self, candidate: Sequence, matched: list[int], holders: Iterable[Sequence]
     ) -> bool:
         """Whether the KV that is held for pullers leaves room for the candidate's.
 
-        The first one passes whatever its size: nothing is there to wait for.
+        If none is held, any candidate passes: there is nothing to wait for.
         """
         held_by, limit = list(holders), self._limits.held_blocks_limit
         num_blocks = self._limits.blocks_for(candidate.num_slots)
-        if not held_by or sum(len(one.block_ids) for one in held_by) + num_blocks <= limit:
+        if not held_by or sum(len(s.block_ids) for s in held_by) + num_blocks <= limit:
             return True
         held = distinct_blocks(held_by)
         return not held or len(held.union(matched)) + num_blocks - len(matched) <= limit
 
-    def _footprints_of_pending(self, request: Request) -> list[Footprint]:
-        num_slots = request.num_known_tokens + 1
-        num_growth = self._num_growth(request, len(request.output_token_ids), num_slots)
-        forks = self._footprints_of_forks(request, request.num_sequences - 1)
-        return [Footprint(num_slots, num_growth, []), *forks]
-
-    def _footprints_of_forks(self, request: Request, num_forks: int) -> list[Footprint]:
-        """What forks to come do not share with the sequence that they leave."""
-        num_tokens = request.num_known_tokens
-        num_growth = self._num_growth(request, len(request.output_token_ids), num_tokens + 1)
-        num_own = num_tokens % self._limits.block_size + 1
-        return [Footprint(num_own, num_growth, [])] * num_forks
-
-    def _footprints_of_group(self, leader: Sequence) -> list[Footprint]:
-        """What the others of its group, that will share its blocks, have of their own: behind the
-        prompt, as if each had chosen other tokens from the first on."""
+    def footprints_of_group(self, leader: Sequence) -> list[Footprint]:
+        """The slots that the absent members of the leader's group will not share with it: all
+        behind the prompt, as if their outputs differed from the first token on."""
         group = leader.group
         if group is None or group.members[0] is not leader or not group.num_absent:
             return []
         num_shared = len(leader.request.prompt_token_ids) // self._limits.block_size
         num_own = leader.num_tokens - num_shared * self._limits.block_size + 1
-        num_growth = self._num_growth(leader.request, leader.num_outputs, leader.num_tokens + 1)
+        num_growth = self.num_growth(leader.request, leader.num_outputs, leader.num_tokens + 1)
         return [Footprint(num_own, num_growth, [])] * group.num_absent
 
-    def _footprint(self, sequence: Sequence, block_ids: Row[int]) -> Footprint:
+    def footprint(self, sequence: Sequence, block_ids: Row[int]) -> Footprint:
         num_slots = sequence.num_slots
         if sequence.is_held:
             return Footprint(num_slots, 0, block_ids, is_held=True)
-        num_growth = self._num_growth(sequence.request, sequence.num_outputs, num_slots)
+        num_growth = self.num_growth(sequence.request, sequence.num_outputs, num_slots)
         return Footprint(num_slots, num_growth, block_ids)
 
-    def _num_growth(self, request: Request, num_outputs: int, num_slots: int) -> int:
-        """Slots to come of a request that has `num_outputs` tokens and `num_slots` by now."""
+    def num_growth(self, request: Request, num_outputs: int, num_slots: int) -> int:
+        """Slots to come of a request with `num_outputs` output tokens and `num_slots` slots."""
         num_left = self._estimator.estimate(num_outputs, self._limits.max_outputs(request))
         num_tokens = len(request.prompt_token_ids) + num_outputs
         return max(0, num_tokens + num_left - 1 - num_slots)  # the last one's is never computed

@@ -1,13 +1,15 @@
-"""Gives blocks to sequences and takes them back: the one writer of `Sequence.block_ids`.
+"""Allocates the blocks of sequences and frees them: the only writer of `Sequence.block_ids`.
 
-Joins pool and prefix cache: an admission takes cached blocks first, a computed full block becomes a
-cached one, and a block that a step on the device still touches stays fenced. Decides nothing.
+Joins the pool and the prefix cache: an admission takes cached blocks first, a full block is cached
+once it is computed, and a freed block stays fenced while a step on the device uses it. Decides
+nothing.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Row
+from dataclasses import dataclass, field
 
 from ..kv.block_pool import BlockPool, BlockRefs, Fence
 from ..kv.host_tier import HostMatch
@@ -16,29 +18,30 @@ from .host_prefixes import HostPrefixes
 from .sequence import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class StepFence:
-    """Keeps what the step's sequences give back while the step is on the device.
+    """Keeps blocks that the step's sequences free while the step is on the device.
 
-    As long as a sequence holds its blocks itself no fence is needed: a fence over every block of
-    every step would cost more host time than a decode step takes. What the step computes for a
-    sequence that is no longer in `places`, where each has its place in the step, is of no use.
+    As long as a sequence has its blocks no fence is needed: a fence over every block of every step
+    would cost more host time than a decode step takes. `places`: the place of each sequence in the
+    step. A sequence that freed its blocks is removed: its results are dropped.
     """
 
-    def __init__(self, tables: BlockTables, places: dict[Sequence, int]) -> None:
-        self._tables = tables
-        self.places = places
-        self.fences: list[Fence] = []  # over what those had that are no longer there
+    places: dict[Sequence, int]
+    _open: list[StepFence]  # of all steps on the device
+    fences: list[Fence] = field(default_factory=list)  # over the blocks of removed sequences
 
     def close(self) -> None:
         """The step has completed."""
-        self._tables._steps.remove(self)
+        self._open.remove(self)
         for fence in self.fences:
             fence.close()
 
 
 class BlockTables:
-    """Block tables of all sequences of one engine. `has_draft_model`: one that computes what is
-    decoded without drafts later, if ever, so that blocks may lack its KV."""
+    """The block tables of all sequences of one engine. `has_draft_model`: the KV of the draft model
+    may be missing in some blocks, since it computes tokens decoded without drafts later, if ever.
+    """
 
     def __init__(
         self,
@@ -47,30 +50,30 @@ class BlockTables:
         block_size: int,
         host: HostPrefixes | None = None,
     ) -> None:
-        """`host`: where the prefix cache goes on, if it does."""
+        """`host`: the prefix cache's extension in host memory, if there is one."""
         self._pool = pool
         self.host = host
         self.has_draft_model = False
         self._cache = cache
         self._block_size = block_size
         self._steps: list[StepFence] = []
-        self.num_queried_tokens = 0  # of all that was given blocks
-        self.num_hit_tokens = 0  # of them, those in matched blocks, loaded ones too
-        self.num_host_hit_tokens = 0  # of these, those that were loaded
+        self.num_queried_tokens = 0  # of all sequences that were allocated blocks
+        self.num_hit_tokens = 0  # of them, those in cached or loaded blocks
+        self.num_host_hit_tokens = 0  # of these, those in loaded blocks
 
     def match(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Cached blocks that hold the beginning of the sequence's first `num_tokens` tokens.
+        """Cached blocks that hold a prefix of the sequence's first `num_tokens` tokens.
 
-        None of them if it must compute all of its prompt to tell the log-probabilities.
+        Empty if it has to compute its whole prompt for log-probabilities.
         """
         if not self._cache.is_enabled or sequence.owes_prompt_logprobs:
             return []
         return sequence.find(self._cache.match, 0, num_tokens, self._block_size)
 
     def find(self, sequence: Sequence) -> tuple[list[int], HostMatch | None, int]:
-        """Cached blocks that hold the beginning of an empty-handed sequence, what goes on behind
-        them in host memory, and how many tokens are left to compute: one at least, or there would
-        be no logits to sample from."""
+        """For a sequence without blocks: the cached blocks that hold a prefix of it, the blocks in
+        host memory that follow them, and how many tokens are left to compute: at least one, whose
+        logits the next token is sampled from."""
         num_tokens, in_host = sequence.num_tokens - 1, None
         matched = self.match(sequence, num_tokens)
         num_blocks = len(matched)
@@ -78,10 +81,11 @@ class BlockTables:
             num_blocks += in_host.num_blocks
         return matched, in_host, sequence.num_tokens - num_blocks * self._block_size
 
-    def take(self, sequence: Sequence, matched: Row[int], coming: Row[int] = ()) -> bool:
-        """Give an empty-handed sequence blocks for all its slots, or none.
+    def allocate(self, sequence: Sequence, matched: Row[int], coming: Row[int] = ()) -> bool:
+        """Allocate blocks for all slots of a sequence without blocks, or none.
 
-        `matched` come first and count as computed, then those that are `coming` for others too.
+        Its first blocks are `matched`, which are computed, then those that are `coming`: on the
+        way from host memory for another sequence.
         """
         if not self.share(sequence, [*matched, *coming]):
             return False
@@ -97,13 +101,13 @@ class BlockTables:
         return True
 
     def lacks_drafts(self, sequence: Sequence, first: int | None) -> None:
-        """Its block number `first` lacks the draft model's KV; None: no block does."""
+        """Its logical block `first` lacks the draft model's KV; None: no block does."""
         if first is not None and sequence.drafted is not None:
             num_drafted_tokens = min(sequence.drafted[0], first * self._block_size)
             sequence.drafted = (num_drafted_tokens, ())
 
     def share(self, sequence: Sequence, shared: Row[int]) -> bool:
-        """Give an empty-handed sequence these blocks and more for all its slots, or none."""
+        """Give a sequence without blocks these ones, and more for all its slots, or none."""
         assert not sequence.block_ids
         self._pool.acquire(shared)  # first: the allocation could evict them
         sequence.block_ids = array("i", shared)
@@ -114,7 +118,7 @@ class BlockTables:
         return True
 
     def loaded(self, sequence: Sequence, num_blocks: int) -> None:
-        """What host memory had is there: so many blocks count as computed beside the cached."""
+        """`num_blocks` blocks behind the cached ones have been copied from host memory."""
         assert self.host is not None
         self.lacks_drafts(sequence, self.host.first_undrafted(sequence, num_blocks))
         num_tokens = num_blocks * self._block_size
@@ -124,10 +128,6 @@ class BlockTables:
         self.num_hit_tokens += num_tokens
         self.num_host_hit_tokens += num_tokens
         self.store(sequence)
-
-    def has_room(self, sequence: Sequence) -> bool:
-        """Whether its blocks cover all its slots already."""
-        return sequence.num_slots <= len(sequence.block_ids) * self._block_size
 
     def grow(self, sequence: Sequence) -> bool:
         """Make its blocks cover all its slots; False if the pool has too few left."""
@@ -141,7 +141,7 @@ class BlockTables:
         return True
 
     def store(self, sequence: Sequence) -> None:
-        """Enter the full blocks that are computed by now into the prefix cache."""
+        """Enter its computed full blocks into the prefix cache."""
         if not self._cache.is_enabled:
             return
         num_full = sequence.num_computed_tokens // self._block_size
@@ -154,26 +154,26 @@ class BlockTables:
         self._note_drafted(sequence, fresh.start)
 
     def _note_drafted(self, sequence: Sequence, first: int) -> None:
-        """Which of its stored blocks, from `first` on, have the draft model's KV by now."""
+        """Record which of its stored blocks, from `first` on, have the draft model's KV."""
         if self.has_draft_model:
             num_drafted = max(first, sequence.num_drafted_tokens // self._block_size) - first
             stored = sequence.block_ids[first : sequence.num_stored_blocks]
             self._cache.note_drafted(stored, num_drafted)
 
     def prepare_store(self, sequence: Sequence) -> None:
-        """Hash what the launched step completes, before its results are waited for."""
+        """Hash the blocks that a launched step fills, before its results are waited for."""
         if self._cache.is_enabled:
             num_tokens = min(sequence.num_launched_tokens, sequence.num_tokens)
             sequence.block_hashes(num_tokens // self._block_size, self._block_size)
 
     def end(self, sequence: Sequence) -> None:
-        """It needs its blocks no more."""
+        """Free its blocks at its end."""
         if self.host is not None:
             self.host.write(sequence)
-        self.give_back(sequence)
+        self.free(sequence)
 
-    def give_back(self, sequence: Sequence) -> None:
-        """Take all blocks from the sequence; its tokens are to be computed anew, if ever."""
+    def free(self, sequence: Sequence) -> None:
+        """Free all its blocks; if it continues, its KV has to be recomputed."""
         for step in self._steps:
             if step.places.pop(sequence, None) is not None:
                 step.fences.append(self._pool.open_fence(sequence.block_ids))
@@ -185,13 +185,14 @@ class BlockTables:
         sequence.draft_token_ids = ()
 
     def open_step(self, places: dict[Sequence, int]) -> StepFence:
-        """A step that touches the sequences' blocks is about to be launched."""
-        step = StepFence(self, places)
+        """A step that uses the blocks of these sequences is about to be launched."""
+        step = StepFence(places, self._steps)
         self._steps.append(step)
         return step
 
     def refs(self, sequence: Sequence, first: int, last: int) -> BlockRefs:
-        """Logical blocks [first, last); those that a launched step fills, or has, have a hash."""
+        """Its logical blocks [first, last), with hashes of those that are full once the launched
+        steps have completed."""
         num_tokens = min(sequence.num_launched_tokens, sequence.num_tokens)
         num_full = min(last, num_tokens // self._block_size)
         hashes = sequence.block_hashes(num_full, self._block_size)[first:]

@@ -1,7 +1,7 @@
-"""Sequences that begin with what another has computed: further samples of a prompt, and beams.
+"""Sequences that share the computed prefix of another: further samples of a prompt, and beams.
 
 parent   [ b0 | b1 | b2 # ]     full blocks: one more reference
-child    [ b0 | b1 | b7 # ]     the partial one: a copy, since each writes on in its own
+child    [ b0 | b1 | b7 # ]     the partial one: a copy, since both write to theirs
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .sequence import Sequence, SequenceGroup, SequenceState
 
 
 class Forks:
-    """Of one scheduler."""
+    """The forks of one scheduler."""
 
     def __init__(
         self,
@@ -35,17 +35,17 @@ class Forks:
         self._preemption = preemption
 
     def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]]:
-        """Let a new sequence decode from where all of the parent's known tokens are computed.
+        """Let the child, a new sequence, decode after the parent's known tokens, all computed.
 
         Its own first token is already in `token_ids`. Returns blocks (source, target) to copy
-        before anything else is done. Where there is no room it waits like a preempted one, and
-        finds the full blocks in the prefix cache; one of a group is parked.
+        before anything else. If there is no room, it waits like a preempted sequence, and finds the
+        full blocks in the prefix cache; one of a group is parked.
         """
         child.num_computed_tokens = child.num_prefill_tokens = child.num_tokens - 1
         child.num_launched_tokens = child.num_computed_tokens
         child.drafted = parent.drafted
         child.state = SequenceState.RUNNING
-        has_slot = child.group is not None or self._queues.has_slot()  # a group's are kept for it
+        has_slot = child.group is not None or self._queues.has_slot()  # a group has its slots
         copies = self._share_blocks(parent, child) if has_slot else None
         if copies is None:
             child.num_computed_tokens = child.num_launched_tokens = 0
@@ -57,8 +57,8 @@ class Forks:
         return copies
 
     def _share_blocks(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]] | None:
-        """Give the child its computed tokens' blocks, and room for the token behind: (source,
-        target) of what is to be copied; None if the pool has too few left."""
+        """Give the child the blocks of its computed tokens and room for the next token: returns
+        (source, target) of the block to copy, or None if the pool has too few left."""
         num_shared, num_partial = divmod(child.num_computed_tokens, self._limits.block_size)
         if not self._tables.share(child, parent.block_ids[:num_shared]):
             return None
@@ -70,18 +70,18 @@ class Forks:
         return [(parent.block_ids[num_shared], child.block_ids[num_shared])]
 
     def rejoin(self, parked: Sequence, leader: Sequence) -> bool:
-        """Let a parked member of a group compute what its blocks lack, behind those that are cached
-        or the leader's, whose tokens are all computed; False if there is no room."""
+        """Run a parked member of a group: it computes its tokens behind the blocks that are cached
+        or shared with the leader, whose tokens are all computed. False if there is no room."""
         matched = self._tables.match(parked, parked.num_tokens - 1)
         common = self._common(leader, parked)
-        if not self._tables.take(parked, max(matched, common, key=len)):
+        if not self._tables.allocate(parked, max(matched, common, key=len)):
             return False
         parked.num_prefill_tokens = parked.num_tokens
         self._queues.run(parked)
         return True
 
     def _common(self, leader: Sequence, other: Sequence) -> Row[int]:
-        """Blocks of the leader, all computed, that the other's tokens but the last begin with."""
+        """The leader's computed blocks that hold a prefix of the other's tokens but the last."""
         size, num_same = self._limits.block_size, 0
         most = min(leader.num_computed_tokens, other.num_tokens - 1) // size * size
         mine, theirs = leader.token_ids, other.token_ids
@@ -93,6 +93,6 @@ class Forks:
         return leader.block_ids[: num_same // size]
 
     def has_all(self, group: SequenceGroup) -> bool:
-        """Whether nothing else has blocks: then none will be released for the group."""
+        """Whether nothing else has blocks, so that none will be freed for the group."""
         num_blocks = len(distinct_blocks(group.members))
         return self._pool.num_available + num_blocks == self._limits.capacity

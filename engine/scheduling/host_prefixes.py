@@ -1,7 +1,7 @@
-"""Blocks of sequences in host memory, and on a disk behind it: what of a sequence is there. They go
-there when a sequence ends, when a second one uses them, and when one is preempted.
+"""Blocks of sequences in host memory, and on the disk behind it. They are copied there when a
+sequence ends, when a second one uses them, and when one is preempted.
 
-Knows sequences, as block_tables.py does for the pool; host_tier.py knows blocks alone.
+Knows sequences, as block_tables.py does for the pool; host_tier.py knows only blocks.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _MOST_UNDRAFTED = 1 << 20  # hashes; the oldest are dropped
 
 
 class HostPrefixes:
-    """Of one engine."""
+    """The host prefixes of one engine."""
 
     def __init__(self, tier: HostTier, block_size: int) -> None:
         self._tier = tier
         self._block_size = block_size
-        self._undrafted: dict[BlockHash, None] = {}  # went without the draft model's KV
+        self._undrafted: dict[BlockHash, None] = {}  # copied without the draft model's KV
 
     def match(self, sequence: Sequence, num_tokens: int, num_matched: int) -> HostMatch | None:
-        """What of its first `num_tokens` tokens goes on behind `num_matched` cached blocks, if it
-        pays to copy it; None: nothing."""
+        """The blocks of its first `num_tokens` tokens that follow `num_matched` cached blocks, if
+        copying them takes less than computing them; None: no block."""
         if sequence.owes_prompt_logprobs:
             return None
         tier, size = self._tier, self._block_size
@@ -39,7 +39,7 @@ class HostPrefixes:
         return matched
 
     def _match_disk(self, sequence: Sequence, num_before: int, num_tokens: int) -> list[int]:
-        """The same of what is on disk behind `num_before` blocks: as much as may be read now."""
+        """The slots on disk that follow `num_before` blocks, as many as may be read now."""
         if self._tier.disk is None or not (room := self._tier.disk.room):
             return []
         slots = sequence.find(self._tier.match_disk, num_before, num_tokens, self._block_size)[
@@ -49,7 +49,7 @@ class HostPrefixes:
         return slots if pays else []
 
     def load(self, sequence: Sequence, match: HostMatch) -> Load:
-        """Begin to copy what goes on behind its cached blocks; its blocks are taken."""
+        """Begin to copy the blocks behind its cached ones to its own, which are allocated."""
         first = sequence.num_stored_blocks
         last = first + match.num_blocks
         hashes = sequence.block_hashes(last, self._block_size)
@@ -58,15 +58,16 @@ class HostPrefixes:
         return self._tier.load(hashes[first:], match, own, parent)
 
     def write(self, sequence: Sequence) -> None:
-        """Copy what it has in the prefix cache: it ends, or they have a second use.
+        """Copy its blocks of the prefix cache: it ends, or they have a second use.
 
-        Others may leave host memory for it: what is to be loaded from there is loading already.
+        They may displace others in host memory, so its own loads must have begun.
         """
         if sequence.num_stored_blocks:
             self._tier.write(*self._stored(sequence))
 
     def swap_out(self, sequence: Sequence) -> bool:
-        """The same where it is preempted: all of it, or nothing if that cannot be or costs more."""
+        """The same for a preempted sequence: all of its blocks, or none if they do not fit or
+        recomputing them takes less."""
         return self._tier.swap_out(*self._stored(sequence))
 
     def _stored(self, sequence: Sequence) -> tuple[list[BlockHash], Row[int]]:
@@ -80,8 +81,8 @@ class HostPrefixes:
         return hashes, sequence.block_ids[:n]
 
     def first_undrafted(self, sequence: Sequence, num_blocks: int) -> int | None:
-        """The first of so many blocks behind its cached ones, which came from here, that lacks the
-        draft model's KV."""
+        """The first of `num_blocks` loaded blocks behind its cached ones that lacks the draft
+        model's KV."""
         first = sequence.num_stored_blocks
         hashes = sequence.block_hashes(first + num_blocks, self._block_size)[first:]
         return next((n for n, each in enumerate(hashes, first) if each in self._undrafted), None)

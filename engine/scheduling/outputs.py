@@ -1,4 +1,4 @@
-"""What an engine tells those above it: tokens, finished chunks, load. All values."""
+"""The outputs of an engine: tokens, finished chunks, its load and counters. All are values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..kv.host_copies import HostCounts
 class TokenOutput(NamedTuple):
     """Output token number `index` (from 0, over all attempts); EOS and stop ids included.
 
-    `top`: the likeliest (token id, logprob), as many as the request asks for.
+    `top`: the most likely (token id, logprob), as many as requested.
     """
 
     key: str
@@ -40,7 +40,7 @@ class FinishedBeam:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of the prompt's tokens from position `first_index` on; the first token (0) has none."""
+    """Log-probabilities of the prompt's tokens from `first_index` on; token 0 has none."""
 
     key: str
     first_index: int
@@ -49,12 +49,12 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ChunkOutput:
-    """The KV of a held request's first `num_tokens` tokens is complete, 0: already, or once `step`
-    steps are: see `batch.LaunchedStep.number`.
+    """The KV of a held request's first `num_tokens` tokens is complete: now (`step` 0), or once
+    `step` steps are (see `batch.LaunchedStep.number`).
 
-    One with a step is followed by one without, unless the request ends before. That is the last one
-    with what is `sampled` behind its tokens: a token, or the candidates that a search of beams
-    begins with, which come of one that is not held too.
+    A chunk with a step is followed by one without, unless the request ends before. The last chunk
+    has what was `sampled`: a token, or the candidates that a beam search begins with; the chunk of
+    a beam search may be of a request that is not held.
     """
 
     key: str
@@ -66,10 +66,10 @@ class ChunkOutput:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step brought, complete once `Engine.step` returns it. `started`: requests that took
-    part in a step here for the first time, with how many tokens the prefix cache had of them.
+    """The results of one step, complete once `Engine.step` returns it. `started`: requests that
+    were in a step of this engine for the first time, with the number of their cached tokens.
 
-    That is their prefill's first chunk, or after `start` their first decode.
+    That step has the first chunk of their prefill, or after `start` their first decode.
     """
 
     tokens: list[TokenOutput] = field(default_factory=list)
@@ -82,14 +82,14 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy the engine is. `free_blocks` counts cached ones, which are there for the taking.
+    """How busy the engine is. `free_blocks` includes cached blocks that can be evicted.
 
-    `waiting_tokens` of prompts are still to be computed, as far as is known: `waiting_by_caller`
-    adds up to them, and `waiting_pairs` (core/step_cost.py) are what they see. `held_blocks` are
-    held for pullers, or will be when they are computed, and `credit_blocks` may still be.
-    `room_blocks` are left beside the estimated peak of all that is here or pending; what the prefix
-    cache holds of waiting prompts is not taken off. A new request is expected to bring
-    `output_tokens`, of the last ones to end each brought `mean_output_tokens`; 0: not known.
+    `waiting_tokens`: prompt tokens that are not computed, as far as is known; `waiting_by_caller`
+    adds up to them, and `waiting_pairs` are their (query, key) pairs (core/step_cost.py).
+    `held_blocks` are held for pullers, or will be once they are computed; `credit_blocks` more may
+    be. `room_blocks` are left beside the estimated peak of all sequences and pending requests,
+    cached prefixes of waiting prompts counted as not cached. `output_tokens`: the estimate for a
+    new request; `mean_output_tokens`: of the last requests that ended; 0: not known.
     """
 
     num_running: int
@@ -103,13 +103,13 @@ class Load:
     output_tokens: int
     mean_output_tokens: int
     waiting_by_caller: Mapping[int, int]
-    decodes: StepShape = StepShape()  # noqa: RUF009 (frozen): those that run, as a step of them alone
+    decodes: StepShape = StepShape()  # noqa: RUF009 (frozen): a step of the running ones alone
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """Steps of one sequence that had drafts, these drafts, and how many of them were accepted and
-    output, at each position."""
+    """How often a sequence was in a step with drafts, the number of drafts, and how many of them
+    were accepted and output at each position."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -118,16 +118,16 @@ class SpeculationCounts:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counted since the engine was made; none of them ever falls.
+    """Counters since the engine was created; none of them ever falls.
 
-    `prefix_query_tokens` are the known tokens of all that was given blocks, `prefix_hit_tokens`
-    those of them that the prefix cache held, `host_hit_tokens` those of these that host memory did,
-    or a disk behind it.
-    What was preempted counts again; of `num_swaps` preempted requests the KV went to host memory.
-    `num_prompts` came to be computed here, of which steps have had `num_prompt_tokens`.
-    `num_promised_steps` had decodes that were promised something, `num_kept_steps` of them took no
-    longer; `num_refusals` requests would have broken it. `expert_tokens` are those that chose each
-    expert, over all layers; empty without experts, and a little behind.
+    `prefix_query_tokens`: known tokens of all sequences that were allocated blocks;
+    `prefix_hit_tokens`: those of them that were cached; `host_hit_tokens`: those of these in host
+    memory or on the disk behind it. A preempted sequence counts again; the KV of `num_swaps`
+    preempted ones was copied to host memory. `num_prompts` were received, `num_prompt_tokens` have
+    been computed. `num_promised_steps` had decodes with a promised step time, which
+    `num_kept_steps` of them kept, and for which `num_refusals` requests were rejected.
+    `expert_tokens`: the tokens routed to each expert, over all layers, with a short delay; empty
+    without experts.
     """
 
     num_preemptions: int

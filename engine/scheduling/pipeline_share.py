@@ -1,5 +1,5 @@
-"""What one step of a pipeline has of all that is to be computed: while it is on a stage, others are
-on the other stages, and none should wait for a larger one."""
+"""The share of the decodes and prompt tokens that one step of a pipeline has: other steps are on
+the other stages meanwhile, and none should wait for a larger one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sequence import Sequence
 
 
 class PipelineShare:
-    """Of one scheduler, whose engine has several stages."""
+    """The shares of one scheduler, whose engine has several stages."""
 
     def __init__(self, limits: EngineLimits, queues: Queues, step_costs: StepCostEstimator) -> None:
         self._limits = limits
@@ -22,19 +22,19 @@ class PipelineShare:
 
     @property
     def num_decodes(self) -> int:
-        """How many a step has at most, so that all have as many."""
-        num_decodes = sum(not one.is_prefilling for one in self._queues.running)
+        """The most that a step has, so that all have as many."""
+        num_decodes = sum(not s.is_prefilling for s in self._queues.running)
         return -(-num_decodes // self._limits.num_stages)
 
     def limit_prompts(self, schedule: Schedule) -> None:
-        """Leave prompts for the steps that follow: one stage computes while the others wait, unless
-        there is a step for each. While all of n equal steps pass through S stages, n + S - 1 step
-        times pass: as large steps as make that least, once it is known what they take."""
+        """Leave prompt tokens for the next steps: a stage without a step is idle. n equal steps
+        pass S stages in n + S - 1 step times: once the cost is measured, the step size is the one
+        that makes that shortest."""
         queues, limits = self._queues, self._limits
-        num_tokens = sum(one.num_unlaunched_tokens for one in queues.running if one.is_prefilling)
+        num_tokens = sum(s.num_unlaunched_tokens for s in queues.running if s.is_prefilling)
         num_tokens += sum(queues.waiting.waiting_tokens().values())
         cost = self._step_costs.estimate()
-        known = 0 if cost is None else 2 * cost.max_rows  # beyond that an estimate is a guess
+        known = 0 if cost is None else 2 * cost.max_rows  # beyond that the estimate is a guess
         sizes = [limits.max_num_batched_tokens >> halvings for halvings in range(4)]
         step_s = {
             size: cost.seconds(StepShape(num_prompt_tokens=size))
@@ -47,26 +47,27 @@ class PipelineShare:
             return
         behind = limits.num_stages - 1
         size = min(step_s, key=lambda size: (-(-num_tokens // size) + behind) * step_s[size])
-        # Behind larger steps smaller ones wait for the next stage as long as those.
-        if any(one.has_prefill_in_flight for one in queues.running):
+        # Behind a larger step a smaller one waits for the next stage as long as a large one.
+        if any(s.has_prefill_in_flight for s in queues.running):
             size = max(size, self._last_tokens)
         schedule.limit_prompts(size)
 
     def observe(self, schedule: Schedule) -> None:
-        """It is planned; an empty one is not launched."""
+        """Record a planned step; an empty one is not launched."""
         if not schedule.is_empty:
             self._last_tokens = schedule.num_prompt_tokens
 
     def most_in_flight(self) -> int:
-        """Steps: one for each stage; of prompts alone one more, which the first stage goes on with
-        while the host is told of the last one's. Decodes would wait for it."""
+        """The most steps: one for each stage, and without decodes one more, which the first stage
+        computes while the host receives the results of the last stage. Decodes would wait for it.
+        """
         is_decoding = any(
-            not (one.is_prefilling or one.is_held or self._has_its_last(one))
-            for one in self._queues.running
+            not (s.is_prefilling or s.is_held or self._has_its_last(s))
+            for s in self._queues.running
         )
         return self._limits.num_stages + (not is_decoding)
 
     def _has_its_last(self, sequence: Sequence) -> bool:
-        """Whether a step in flight computes the last token that it can have here."""
+        """Whether a step in flight computes its last token."""
         num_tokens = len(sequence.token_ids) + sequence.num_awaited_tokens
         return num_tokens >= min(sequence.most_tokens, self._limits.max_model_len)

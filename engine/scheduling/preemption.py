@@ -1,4 +1,4 @@
-"""Blocks of sequences that run: who gets one more, who gives theirs up for that, or for good."""
+"""Blocks for running sequences: which get more, and which are preempted or fail for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sequence import Sequence, SequenceGroup, SequenceState
 
 
 class Preemption:
-    """Of one scheduler. `num_swaps`: of the preemptions those whose KV went to host memory."""
+    """The preemptions of one scheduler. `num_swaps`: those whose KV was copied to host memory."""
 
     def __init__(self, limits: EngineLimits, tables: BlockTables, queues: Queues) -> None:
         self.num_preemptions = 0
@@ -22,15 +22,15 @@ class Preemption:
         self._queues = queues
 
     def make_room(self, sequence: Sequence, schedule: Schedule) -> bool:
-        """Slots for all its tokens, preempting others if need be; False: not in this step."""
-        if self._tables.has_room(sequence):
+        """Allocate slots for all its tokens, preempting others if needed; False: not this step."""
+        if sequence.num_slots <= len(sequence.block_ids) * self._limits.block_size:
             return True
         if self.has_outgrown_pool(sequence, schedule):
             return False
         while not self._tables.grow(sequence):
             victim = self.next_victim()
             if victim is None:
-                return False  # the rest is held, reserved or fenced, and will be released
+                return False  # other blocks are held, reserved or fenced, and will be freed
             self.preempt(victim)
             if victim.group is not None:
                 schedule.drop_preempted()
@@ -39,22 +39,22 @@ class Preemption:
         return True
 
     def fit_drafts(self, sequence: Sequence, schedule: Schedule) -> None:
-        """Leave as many drafts as have room in the step; none, rather than preempt anybody."""
+        """Keep as many drafts as have room in the step; none if that would need a preemption."""
         drafts = sequence.draft_token_ids
         sequence.draft_token_ids = drafts[: schedule.num_budget_tokens - 1]
         if not self._tables.grow(sequence):
             sequence.draft_token_ids = ()
 
     def make_room_for_drafts(self, sequence: Sequence, num_drafts: int) -> bool:
-        """Slots for all its tokens and so many drafts, which it does not have yet, if there are
-        any without preempting anybody."""
+        """Allocate slots for all its tokens and `num_drafts` drafts to come, without preempting
+        any sequence; False if there are too few blocks."""
         sequence.draft_token_ids = (0,) * num_drafts
         has_room = self._tables.grow(sequence)
         sequence.draft_token_ids = ()
         return has_room
 
     def preempt_group(self, group: SequenceGroup) -> None:
-        """Take all blocks of the group: its first member waits for its turn, the others for it."""
+        """Free all blocks of the group: its first member waits in the queue, the others for it."""
         for sequence in group.members:
             if sequence.state is SequenceState.RUNNING:
                 self._take_blocks(sequence)
@@ -64,7 +64,7 @@ class Preemption:
         self.num_preemptions += 1
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take its blocks, and those of its group: it waits for its turn again."""
+        """Free its blocks, and those of its group: it waits in the queue again."""
         if sequence.group is not None:
             self.preempt_group(sequence.group)
             return
@@ -73,36 +73,35 @@ class Preemption:
         self.num_preemptions += 1
 
     def turn_back(self, sequence: Sequence) -> None:
-        """It was admitted, and cannot run: its blocks did not come. It is next, for others."""
+        """It was admitted, but its blocks could not be loaded: it is next in line for others."""
         if sequence.group is not None:
             self._queues.groups.remove(sequence.group)
-        self._tables.give_back(sequence)
+        self._tables.free(sequence)
         self.wait_again(sequence)
 
     def _take_blocks(self, sequence: Sequence) -> None:
         self._queues.running.remove(sequence)
-        self._tables.store(sequence)  # what was pulled for it may not be there yet
+        self._tables.store(sequence)  # blocks that were pulled may not be stored yet
         if self._tables.host is not None:
             self.num_swaps += self._tables.host.swap_out(sequence)
-        self._tables.give_back(sequence)
+        self._tables.free(sequence)
         sequence.was_preempted = True
 
     def next_victim(self) -> Sequence | None:
-        """Not the oldest nor its beams, and nothing held: the latest prompt that is half computed,
-        or the latest arrival. A prompt that was preempted once has aged: it counts as what decodes
-        does."""
-        preemptible = [one for one in self._queues.running if not one.is_held]
+        """The latest prompt that is half computed, or else the latest arrival; never the oldest
+        sequence, its beams, or a held one. A prompt that was preempted once counts as a decode."""
+        preemptible = [s for s in self._queues.running if not s.is_held]
         if not preemptible:
             return None
         group = preemptible[0].group
-        others = [one for one in preemptible[1:] if one.group is None or one.group is not group]
-        victims = [one for one in others if one.is_young_prompt] or others
+        others = [s for s in preemptible[1:] if s.group is None or s.group is not group]
+        victims = [s for s in others if _is_young_prompt(s)] or others
         return victims[-1] if victims else None
 
     def has_outgrown_pool(self, sequence: Sequence, schedule: Schedule) -> bool:
-        """Take it out if the whole pool could not hold its tokens any more.
+        """Whether the whole pool could not hold its tokens; then it is removed, and fails.
 
-        An awaited token may end it: it is judged once that is known.
+        With an awaited token, which may end it, it stays until that is known.
         """
         try:
             self._limits.check_fits(sequence.num_slots)
@@ -122,11 +121,11 @@ class Preemption:
         return False
 
     def _remove(self, sequence: Sequence) -> None:
-        self._queues.leave(sequence)
+        self._queues.remove(sequence)
         self._tables.end(sequence)
 
     def _check_fits_group(self, group: SequenceGroup) -> None:
-        """Raise PromptTooLarge if the whole pool could not hold all its sequences' slots."""
+        """Raise PromptTooLarge if the whole pool could not hold the slots of all its sequences."""
         fresh = [self._limits.blocks_for(s.num_slots) - len(s.block_ids) for s in group.members]
         num_blocks = len(distinct_blocks(group.members)) + sum(fresh)
         if num_blocks > self._limits.capacity:
@@ -136,7 +135,12 @@ class Preemption:
             )
 
     def wait_again(self, sequence: Sequence) -> None:
-        """Queue it up before all others."""
+        """Queue it before all others."""
         sequence.state = SequenceState.WAITING
         _, _, num_to_compute = self._tables.find(sequence)
         self._queues.add(sequence, num_to_compute, is_first=True)
+
+
+def _is_young_prompt(sequence: Sequence) -> bool:
+    """Whether it is computed for the first time and has no output token yet."""
+    return sequence.is_prefilling and not sequence.num_outputs and not sequence.was_preempted

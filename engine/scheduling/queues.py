@@ -1,8 +1,9 @@
-"""Where the sequences of an engine stand.
+"""The queues and lists that the sequences of an engine are in.
 
     waiting ──► running ──► held: computed, waiting to be released
        └► loading ▲
-coming ──► reserved ┘             all but those that wait or are coming have blocks
+coming ──► reserved ┘             all but waiting and coming sequences have blocks
+
 Decides nothing: see scheduler.py.
 """
 
@@ -23,13 +24,13 @@ from .sequence import Sequence, SequenceGroup, SequenceState
 
 
 class RequestQueue(FairQueue[Sequence]):
-    """`refused_at`: `Queues.opportunities` when its head did not fit."""
+    """`refused_at`: the value of `Queues.opportunities` when its head did not fit."""
 
     refused_at: int | None = None
 
 
 class Queues:
-    """Of one scheduler."""
+    """The queues of one scheduler."""
 
     def __init__(self, limits: EngineLimits, pool: BlockPool) -> None:
         self.waiting, self.coming = RequestQueue(), RequestQueue()
@@ -37,7 +38,7 @@ class Queues:
         self.loading: dict[Sequence, Load] = {}
         self.reserved: list[Sequence] = []
         self.held: list[Sequence] = []
-        self.in_adapter_room: Collection[Sequence] = ()  # waiting, or coming, for a slot there
+        self.in_adapter_room: Collection[Sequence] = ()  # that wait for an adapter's slot
         self.groups: list[SequenceGroup] = []  # whose first member has blocks
         self._limits = limits
         self._pool = pool
@@ -46,33 +47,39 @@ class Queues:
 
     @property
     def opportunities(self) -> int:
-        """Moves whenever blocks or a place among the running may have become free."""
+        """A counter that moves when blocks or a running slot may have become free."""
         return self._pool.num_releases + self._num_holds
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks that wait to be pulled, or will: shared ones count once."""
+        """Blocks that are, or will be, held for pullers: shared ones count once."""
         return len(distinct_blocks(self.holders()))
 
     @property
     def parked(self) -> list[Sequence]:
         """Prompts that wait for their adapter's slot."""
-        return [one for one in self.in_adapter_room if one.state is SequenceState.WAITING]
+        return [s for s in self.in_adapter_room if s.state is SequenceState.WAITING]
 
     def owners(self) -> Iterator[Sequence]:
-        """All that have blocks."""
+        """All sequences that have blocks."""
         yield from self.running
         yield from self.loading
         yield from self.reserved
         yield from self.held
 
+    def owners_and_head(self) -> Iterator[Sequence]:
+        """All sequences that have blocks, and the head of the waiting queue."""
+        yield from self.owners()
+        if (head := self.waiting.head) is not None:
+            yield head
+
     def holders(self) -> Iterator[Sequence]:
-        """Those whose blocks wait to be pulled, or will."""
+        """The sequences whose blocks are, or will be, held for pullers."""
         yield from self.held
         yield from (s for s in chain(self.running, self.loading) if s.is_held)
 
     def has_slot(self, sequence: Sequence | None = None, *, beside: Sequence | None = None) -> bool:
-        """Whether one more may run, this one with its group; `beside`: and another with its own."""
+        """Whether one more may run: `sequence` with its group, and `beside` with its own."""
         num_seqs = len(self.running) + len(self.loading) + len(self.reserved)
         num_seqs += sum(group.num_absent for group in self.groups)
         num_seqs += 0 if sequence is None else sequence.num_to_come
@@ -81,13 +88,13 @@ class Queues:
         return num_seqs < self._limits.max_num_seqs
 
     def run(self, sequence: Sequence) -> None:
-        """It has blocks, and joins those that run."""
+        """Let the sequence, which has blocks, run."""
         self._stalled_at = None
         sequence.state = SequenceState.RUNNING
         bisect.insort(self.running, sequence, key=lambda s: s.arrival)
 
     def hold(self, sequence: Sequence) -> None:
-        """The held sequence is computed: it no longer runs, and keeps its blocks."""
+        """The prompt of a held sequence is computed: it no longer runs, and keeps its blocks."""
         self.running.remove(sequence)
         sequence.state = SequenceState.HELD
         self.held.append(sequence)
@@ -95,28 +102,28 @@ class Queues:
 
     @property
     def has_prefills(self) -> bool:
-        """Whether a prompt that runs is not computed whole."""
-        computed = (one.num_computed_tokens >= one.num_prefill_tokens for one in self.running)
+        """Whether any running or loading prompt is not fully computed."""
+        computed = (s.num_computed_tokens >= s.num_prefill_tokens for s in self.running)
         return bool(self.loading) or not all(computed)
 
     @property
     def has_prompts_to_launch(self) -> bool:
-        """Whether the next step may have tokens of a prompt."""
+        """Whether the next step may have prompt tokens."""
         has_next = self.next_to_admit is not None
         return has_next or any(
-            one.num_launched_tokens < one.num_prefill_tokens for one in reversed(self.running)
+            s.num_launched_tokens < s.num_prefill_tokens for s in reversed(self.running)
         )
 
     @property
     def next_to_admit(self) -> Sequence | None:
-        """The head of those that wait, if it may run and was not refused since anything became
-        free."""
+        """The head of the waiting queue, if a slot is free for it and something was freed since it
+        did not fit."""
         head = self._head_of(self.waiting)
         return head if head is not None and self.has_slot(head) else None
 
     @property
     def next_to_reserve(self) -> Sequence | None:
-        """The same of those that are coming. A slot that the head of those that wait needs is not
+        """The same for the coming queue. A slot that the head of the waiting queue needs is not
         given away."""
         if (head := self._head_of(self.coming)) is None:
             return None  # nearly always
@@ -126,26 +133,26 @@ class Queues:
         return None if queue.refused_at == self.opportunities else queue.head
 
     def decodes(self) -> StepShape:
-        """A step of all that decode, of a pipeline of its share of them, and nothing else."""
-        shape = step_shape([one for one in self.running if not one.is_prefilling])
+        """The shape of a step of all decodes alone; in a pipeline, of one step's share of them."""
+        shape = step_shape([s for s in self.running if not s.is_prefilling])
         return self.share_of(shape.num_decodes, shape.keys)
 
     def share_of(self, num_decodes: int, keys: int) -> StepShape:
-        """Of so many decodes, what one step has."""
+        """The share of these decodes that one step has."""
         num_stages = self._limits.num_stages
         return StepShape(num_decodes=-(-num_decodes // num_stages), keys=keys // num_stages)
 
     def add(self, sequence: Sequence, num_to_compute: int, *, is_first: bool = False) -> None:
-        """Let it wait behind all others of its caller. `is_first`: before all others, since it has
-        been served, and its caller charged."""
+        """Queue the sequence behind all others of its caller. `is_first`: before all others, since
+        it was served, and its caller charged, before."""
         self._stalled_at = None
         add = self.waiting.add_first if is_first else self.waiting.add
         add(sequence, sequence.request.caller_id, num_to_compute)
         if is_first:
-            self.waiting.refused_at = None  # it is the head now
+            self.waiting.refused_at = None  # the head is another now
 
-    def leave(self, sequence: Sequence) -> None:
-        """The sequence ends, whatever its state."""
+    def remove(self, sequence: Sequence) -> None:
+        """End the sequence, whatever its state."""
         queues: dict[SequenceState, MutableSequence[Sequence] | RequestQueue] = {
             SequenceState.WAITING: self.waiting,
             SequenceState.COMING: self.coming,
@@ -161,25 +168,25 @@ class Queues:
         if (group := sequence.group) is not None and group.has_ended and group in self.groups:
             self.groups.remove(group)
 
-    def take_in(self, group: SequenceGroup | None) -> None:
-        """Its first member has got blocks."""
+    def add_group(self, group: SequenceGroup | None) -> None:
+        """The first member of the group, if any, has blocks."""
         if group is not None:
             self.groups.append(group)
 
     def refuse_head(self, queue: RequestQueue) -> None:
-        """It does not fit: it stays the head, and is not tried again before anything is free."""
+        """The head does not fit: it stays the head, and is tried again when something is freed."""
         queue.pin_head()
         queue.refused_at = self.opportunities
 
     def stall(self) -> None:
-        """There was nothing to schedule."""
+        """Nothing could be scheduled."""
         self._stalled_at = self.opportunities
 
     def wake(self) -> None:
-        """Something may be scheduled that could not be."""
+        """Something may be scheduled now that could not be."""
         self._stalled_at = None
 
     @property
     def is_stalled(self) -> bool:
-        """Whether there still is nothing to schedule: all that is left waits for memory."""
+        """Whether still nothing can be scheduled: all that is left waits for memory."""
         return self._stalled_at == self.opportunities

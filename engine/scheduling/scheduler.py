@@ -1,47 +1,46 @@
-"""Which sequences run in the next step, and how many tokens of each: the engine's one scheduler.
+"""The engine's one scheduler: which sequences run in the next step, and how many tokens of each.
 
-One token budget for all: first the decodes, then the next chunks of running prefills, then
-admissions, which are fair between callers (core/fair_queue.py) and first come, first served within
-each. Roles are policies over it elsewhere; it does prefill and decode in any mixture. What shares a
-step is drawn in schedule.py.
+Each step has one token budget: first the decodes take from it, then the next chunks of running
+prefills, then admissions, which are fair between callers (core/fair_queue.py) and first come, first
+served within each. It mixes prefill and decode freely; the roles of engines are policies elsewhere.
+schedule.py has a diagram of what shares a step.
 
-A prompt goes before the next chunk of a long one of a caller that has had more, if it ends in the
-step, or takes several of them and is much shorter; the long one takes what is left, or nothing
-beside small prompts. In the next step nobody goes before it.
+A waiting prompt passes the next chunk of a long prompt whose caller was served more, if it ends in
+this step, or needs several but is much shorter. The long prompt gets what is left of the budget, or
+nothing beside small prompts. In the following step nothing passes it.
 
 Memory:
 
-- an admission takes all blocks of the known tokens at once, if the peak estimate says that it fits;
-  if not, it stays the head of the queue, and nobody passes it;
-- so does one whose KV comes from elsewhere, in a queue of its own, beside the head of the other;
-- drafts of a decode have what is left, and preempt nobody;
-- an admission whose prompt goes on in host memory waits apart while that is copied;
-- a decode takes a block when it crosses into one; if there is none, a prompt that is half computed
-  is preempted, which nobody's stream waits for, or else the latest arrival (tokens kept, KV swapped
-  to host memory or recomputed later, whichever takes less), never the oldest, so that something
-  always gets on;
-- a held sequence takes all it will ever need at admission, and is never preempted;
-- the beams of a search are admitted by what all of them need, and preempted as one: the first comes
-  back through the queue, the others behind it share what they have in common with it.
+- an admission takes all blocks of the known tokens at once, if it fits by the estimated peak; if
+  not, it stays the head of the queue, and nothing passes it;
+- the same holds for a request whose KV is pulled from another engine: these have their own queue,
+  and have to fit beside the head of the waiting queue;
+- drafts of a decode use blocks that are free, and preempt nothing;
+- an admission whose prefix is in host memory is loading, outside of the steps, while it is copied;
+- a decode takes a block when it crosses into one. If there is none, a half-computed prompt is
+  preempted, since no stream waits for its next token, or else the latest arrival: its tokens are
+  kept, its KV is swapped to host memory or recomputed later, whichever is faster. The oldest is
+  never preempted, so something always makes progress;
+- a held sequence takes all the blocks that it will ever need at admission, and is never preempted;
+- the beams of a search are admitted by what all of them need, and preempted together: the first one
+  comes back through the queue, and the others then share their common blocks with it.
 
-With a promise to its decodes (`tbt_target_s`) a step has no more tokens of prompts than leave it as
-short, by the measured cost of steps.
+With a target for the time between tokens (`tbt_target_s`), the prompt tokens beside decodes are
+limited to those that keep the step as short, by the measured cost of steps.
 
 Knows no runner and no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
-
-from ...core.request.request import Request
 from ..kv.block_pool import BlockPool
+from ..kv.host_tier import HostMatch
 from ..kv.limits import EngineLimits
-from .admission import Admission, Footprint, OutputLengthEstimator
+from .admission import Admission, OutputLengthEstimator
 from .block_tables import BlockTables
 from .costs.step_cost_estimator import StepCostEstimator
 from .forks import Forks
+from .peak_blocks import Footprint
 from .pipeline_share import PipelineShare
 from .preemption import Preemption
 from .queues import Queues
@@ -49,12 +48,12 @@ from .schedule import Schedule
 from .sequence import Sequence, SequenceState
 from .step_promise import StepPromise
 
-# A prompt that takes several steps goes before one that has so many times its tokens left.
+# A prompt that takes several steps passes one that has this many times its tokens left.
 _MUCH_SHORTER = 4
 
 
 class Scheduler:
-    """Sequences come in by `add` and leave by `remove`."""
+    """Sequences enter by `add` and leave by `remove`."""
 
     def __init__(
         self,
@@ -71,14 +70,13 @@ class Scheduler:
             self.pipeline = PipelineShare(limits, self.queues, step_costs)
         self.preemption = Preemption(limits, tables, self.queues)
         self.forks = Forks(limits, pool, tables, self.queues, self.preemption)
+        self.admission = Admission(limits, estimator)
         self._limits = limits
-        self._pool = pool
         self._tables = tables
-        self._admission = Admission(limits, estimator)
-        self._is_long_due = False  # a long prompt had nothing of the last step because of others
+        self._is_long_due = False  # the last step left a long prompt out for others
 
     def add(self, sequence: Sequence) -> None:
-        """Queue it up behind all others of its caller."""
+        """Queue the sequence behind all others of its caller."""
         if sequence.state is SequenceState.COMING:
             self.queues.coming.add(sequence, sequence.request.caller_id, sequence.num_tokens)
         else:
@@ -86,30 +84,30 @@ class Scheduler:
             self.queues.add(sequence, num_to_compute)
 
     def reserve(self) -> Sequence | None:
-        """Blocks for all slots of the next one that is coming; None: not now.
+        """Allocate blocks for all slots of the next sequence whose KV is pulled; None: not now.
 
-        The head of the waiting queue goes first: only what fits beside it is given away.
+        The head of the waiting queue goes first: the sequence has to fit beside it.
         """
         sequence = self.queues.next_to_reserve
         if sequence is None:
             return None
         matched = self._tables.match(sequence, sequence.num_tokens)
-        others = self._admission.footprints(self._owners_and_head())
+        others = self.admission.footprints(self.queues.owners_and_head())
         if not self._try_admit(sequence, matched, [], others):
             self.queues.refuse_head(self.queues.coming)
             return None
         self.queues.coming.pop()
         sequence.state = SequenceState.RESERVED
         self.queues.reserved.append(sequence)
-        self.queues.take_in(sequence.group)
+        self.queues.add_group(sequence.group)
         if self._tables.host is not None:
-            self._tables.host.write(sequence)  # a second use of what was matched
+            self._tables.host.write(sequence)  # its cached blocks have a second use
         return sequence
 
     def start(self, sequence: Sequence) -> None:
         """The KV of all known tokens but the last is in place: decode from here.
 
-        Of a search's first member it is all of them: it stands until the beams behind are known.
+        The first beam of a search has that of all tokens, and waits until its beams are chosen.
         """
         self.queues.reserved.remove(sequence)
         num_computed_tokens = sequence.num_tokens - (sequence.group is None)
@@ -118,15 +116,16 @@ class Scheduler:
         self.queues.run(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget the sequence, whatever its state, and give its blocks back."""
-        self.queues.leave(sequence)
+        """Remove the sequence, whatever its state, and free its blocks."""
+        self.queues.remove(sequence)
         self._tables.end(sequence)
 
     def finish_loads(self) -> None:
-        """Let those run whose blocks have come from host memory; what has not come is computed, by
-        one of those that refer to it: the others are next, and take other blocks."""
+        """Run the sequences whose copies from host memory have ended. Blocks that could not be
+        copied are computed by one of the sequences that share them; the others wait again, next in
+        line, for other blocks."""
         loads = self.queues.loading.items()
-        ended = [(one, load, n) for one, load in loads if (n := load.num_good) is not None]
+        ended = [(s, load, n) for s, load in loads if (n := load.num_good) is not None]
         for sequence, load, num_blocks in ended:
             del self.queues.loading[sequence]
             if num_blocks >= load.num_shared:
@@ -139,11 +138,11 @@ class Scheduler:
         """Plan a step; sequences that are not in it wait for budget or memory."""
         limits = self._limits
         schedule = Schedule(
-            limits.max_num_batched_tokens,
-            limits.num_spare_tokens,
-            limits.prefill_chunk_tokens,
-            limits.last_chunk_tokens,
-            0 if self._is_long_due else limits.small_step_tokens,
+            num_budget_tokens=limits.max_num_batched_tokens,
+            num_spare_tokens=limits.num_spare_tokens,
+            num_chunk_tokens=limits.prefill_chunk_tokens,
+            num_last_tokens=limits.last_chunk_tokens,
+            num_small_tokens=0 if self._is_long_due else limits.small_step_tokens,
         )
         may_pass, self._is_long_due = not self._is_long_due, False
         self._plan_decodes(schedule)
@@ -159,8 +158,8 @@ class Scheduler:
         return schedule
 
     def _plan_decodes(self, schedule: Schedule) -> None:
-        """One token of each running sequence, for no more is unlaunched, and its drafts. Nearly all
-        of hundreds are clear (see Sequence): only the others are looked at one by one."""
+        """One token of each running sequence, and its drafts. Of hundreds nearly all are clear (see
+        Sequence); only the others are checked one by one."""
         running = self.queues.running
         most = None if self.pipeline is None else self.pipeline.num_decodes
         for sequence in [s for s in running if s.num_launched_tokens >= s.num_clear_tokens]:
@@ -174,25 +173,25 @@ class Scheduler:
         schedule.take_clear(clear)
 
     def _plan_decode(self, sequence: Sequence, schedule: Schedule) -> None:
-        """Of a sequence that is not clear: it becomes so, for this step at least, or is taken. What
-        is asked is written out, for some are asked in each step."""
+        """Make a sequence clear, for this step at least, or take it into the step. The properties
+        of the sequence are inlined, since some sequences come here in each step."""
         num_launched, limits = sequence.num_launched_tokens, self._limits
         is_prefilling = num_launched < sequence.num_prefill_tokens
         if is_prefilling or sequence.state is not SequenceState.RUNNING:
-            return  # not yet its turn, or preempted by one before it
+            return  # still a prefill, or preempted by a sequence before it
         num_awaited, needs_history = sequence.num_awaited_tokens, sequence.needs_history
         if num_awaited and (limits.num_stages > 1 or needs_history or sequence.draft_token_ids):
-            return  # the host has to know the token that a step in flight samples
+            return  # needs the token that a step in flight samples
         num_tokens = len(sequence.token_ids) + num_awaited
         num_left = min(sequence.most_tokens, limits.max_model_len) - num_tokens
         if num_left <= 0:
-            return  # a step in flight computes the last token that it can have here
+            return  # a step in flight computes its last token
         if sequence.draft_token_ids:
             self.preemption.fit_drafts(sequence, schedule)
             num_tokens += len(sequence.draft_token_ids)
         num_tokens -= num_launched
         if not num_tokens:
-            return  # held behind its first token
+            return  # held after its first token
         has_room = sequence.group is None and self._tables.grow(sequence)
         if not has_room and not self.preemption.make_room(sequence, schedule):
             return
@@ -203,22 +202,8 @@ class Scheduler:
             most = 1 if needs_history else num_left - 1
             sequence.num_clear_tokens = min(num_slots, num_launched + most)
 
-    def room_blocks(self, pending: Iterable[Request]) -> int:
-        """Blocks beside the estimated peak of all that is here, and of requests that are not."""
-        known = chain(self.queues.owners(), self.queues.waiting)
-        return self._admission.room(known, pending, self._pool.counts.held)
-
-    def room_beside_running(self) -> int:
-        """Blocks beside the estimated peak of all that has blocks, and of the head of the queue."""
-        return self._admission.room(self._owners_and_head(), (), self._pool.counts.held)
-
-    def _owners_and_head(self) -> Iterator[Sequence]:
-        yield from self.queues.owners()
-        if (head := self.queues.waiting.head) is not None:
-            yield head
-
     def _plan_prefills(self, schedule: Schedule, *, may_pass: bool) -> None:
-        """The next chunks of running prefills, and before each the waiting prompts that pass it."""
+        """The next chunks of running prefills, each after the waiting prompts that pass it."""
         is_passed = False
         running = self.queues.running
         prefills = [s for s in running if s.num_launched_tokens < s.num_prefill_tokens]
@@ -238,27 +223,26 @@ class Scheduler:
                 self._is_long_due |= is_passed
 
     def _keep_behind(self, schedule: Schedule, context: int) -> None:
-        """Keep the promise with a prompt that sees more than those that the step was cut for."""
+        """Cut the step further for a prompt with more context than those it was cut for."""
         if schedule.is_cut_for_less(context):
             self.promise.keep_behind(schedule, context)
 
     def _can_end(self, schedule: Schedule, num_tokens: int, context: int) -> bool:
-        """Whether so many tokens, the last ones of such a prompt, have room in the step."""
+        """Whether the last `num_tokens` of a prompt, behind `context`, have room in the step."""
         if not schedule.can_end(num_tokens):
             return False
         is_less = schedule.is_cut_for_less(context)
         return not is_less or num_tokens <= self.promise.room_behind(schedule, context)
 
     def _is_in_queue(self, sequence: Sequence) -> bool:
-        """Whether other prompts wait, or another one is still being computed."""
+        """Whether other prompts wait, or another one is being computed."""
         if not self._limits.prefill_chunk_tokens:
-            return False  # it makes no difference
+            return False  # nothing depends on it
         others = (other for other in self.queues.running if other is not sequence)
         return bool(self.queues.waiting) or any(other.has_prefill_in_flight for other in others)
 
     def _admit_waiting(self, schedule: Schedule, *, before: Sequence | None = None) -> None:
         """Admit from the head of the queue on; only what may go `before` a running prefill."""
-        host = self._tables.host
         beside: list[Footprint] | None = None  # of all that have blocks
         while schedule.num_budget_tokens:
             sequence = self.queues.next_to_admit
@@ -269,50 +253,47 @@ class Scheduler:
                 beside = None
                 continue
             if before is not None and not self._may_pass(sequence, before, num_tokens=1):
-                return  # as far as can be told without a look into the prefix cache
+                return  # known before the prefix cache is searched
             matched, in_host, num_tokens = self._tables.find(sequence)
-            if schedule.would_stretch(sequence.request.caller_id, num_tokens):
-                if before is None:
-                    self._is_long_due = True
-                    self.queues.waiting.pin_head()  # it begins the next step, whoever comes
-                return
-            context = sequence.num_tokens - num_tokens
-            if before is None:
-                self._keep_behind(schedule, context)
-                may_begin = schedule.should_begin(num_tokens)
-            else:
-                is_shorter = _MUCH_SHORTER * num_tokens <= before.num_unlaunched_tokens
-                may_begin = self._may_pass(sequence, before, num_tokens) and (
-                    self._can_end(schedule, num_tokens, context)
-                    or (is_shorter and not schedule.num_prompt_tokens)
-                )
-            if not may_begin:
+            if not self._may_begin(sequence, num_tokens, schedule, before):
                 return
             if beside is None:
-                beside = self._admission.footprints(self.queues.owners())
+                beside = self.admission.footprints(self.queues.owners())
             coming = [] if in_host is None else in_host.coming
             if not self._try_admit(sequence, matched, coming, beside):
                 self.queues.refuse_head(self.queues.waiting)
                 return
             self.queues.waiting.pop(num_tokens)
-            self.queues.take_in(sequence.group)
-            sequence.num_prefill_tokens = sequence.num_tokens
             sequence.is_passing = before is not None
-            if host is not None and in_host is not None:
-                sequence.state = SequenceState.LOADING
-                self.queues.loading[sequence] = host.load(sequence, in_host)
-            else:
-                self.queues.run(sequence)
-                self._keep_behind(schedule, context)
-                schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
-            beside += self._admission.footprints([sequence])
-            if matched and host is not None:
-                host.write(sequence)  # their second use
+            self._begin(sequence, in_host, schedule)
+            beside += self.admission.footprints([sequence])
+
+    def _may_begin(
+        self, sequence: Sequence, num_tokens: int, schedule: Schedule, before: Sequence | None
+    ) -> bool:
+        """Whether a waiting prompt with `num_tokens` to compute begins in this step (`before` a
+        running prefill). If small prompts of others would wait for it, it begins the next step."""
+        if schedule.would_stretch(sequence.request.caller_id, num_tokens):
+            if before is None:
+                self._is_long_due = True
+                self.queues.waiting.pin_head()
+            return False
+        context = sequence.num_tokens - num_tokens
+        if before is None:
+            self._keep_behind(schedule, context)
+            return schedule.should_begin(num_tokens)
+        if not self._may_pass(sequence, before, num_tokens):
+            return False
+        is_shorter = _MUCH_SHORTER * num_tokens <= before.num_unlaunched_tokens
+        return self._can_end(schedule, num_tokens, context) or (
+            is_shorter and not schedule.num_prompt_tokens
+        )
 
     def _may_pass(self, sequence: Sequence, prefill: Sequence, num_tokens: int) -> bool:
-        """Whether a waiting prompt with so many tokens to compute goes before a running prefill.
+        """Whether a waiting prompt with `num_tokens` to compute goes before a running prefill.
 
-        Its caller will have had no more than the other, who was charged for all of his prompt.
+        Its caller must be served no more with it than the other, which was charged for its whole
+        prompt.
         """
         caller_id, other_id = sequence.request.caller_id, prefill.request.caller_id
         if caller_id == other_id or num_tokens >= prefill.num_unlaunched_tokens:
@@ -327,9 +308,24 @@ class Scheduler:
         coming: list[int],
         beside: list[Footprint],
     ) -> bool:
-        admission, shared = self._admission, matched + coming
+        admission, shared = self.admission, matched + coming
         if sequence.is_held and not admission.has_credit(sequence, shared, self.queues.holders()):
             return False
         if not admission.fits(sequence, shared, beside):
             return False
-        return self._tables.take(sequence, matched, coming)
+        return self._tables.allocate(sequence, matched, coming)
+
+    def _begin(self, sequence: Sequence, in_host: HostMatch | None, schedule: Schedule) -> None:
+        """Run an admitted prompt, or first load the blocks that host memory has of it."""
+        host = self._tables.host
+        self.queues.add_group(sequence.group)
+        sequence.num_prefill_tokens = sequence.num_tokens
+        if host is not None and in_host is not None:
+            sequence.state = SequenceState.LOADING
+            self.queues.loading[sequence] = host.load(sequence, in_host)
+        else:
+            self.queues.run(sequence)
+            self._keep_behind(schedule, sequence.num_launched_tokens)
+            schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
+        if host is not None:
+            host.write(sequence)  # its cached blocks have a second use

@@ -1,4 +1,4 @@
-"""One request while it lives in an engine: its tokens, its blocks, how far its KV is computed.
+"""One request in an engine: its tokens, its blocks, and how much of its KV is computed.
 
       add                                            reserve
        │          admit          start         admit    │
@@ -12,9 +12,9 @@
                            HELD       any state ──► ENDED: finish, release, drop, abort, failure
 
 The beams of a search are a group: they are preempted and end together. While the first of them
-waits or is computed anew, the others are PARKED; then they take their part of its blocks and run.
+waits or is recomputed, the others are PARKED; then they share its blocks and run.
 
-Plain bookkeeping: decides nothing, allocates nothing.
+Bookkeeping only: decides nothing, allocates nothing.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from ...core.request.token_ids import BlockHash, block_hashes
 from ...kernels.sampling.sample_spec import has_penalties
 from ..execution.constraints import Constrained, Mask, TokenCounts, mask_of
 
-_SLICE_BLOCKS = 64  # hashed at once when a prompt is looked up
+_SLICE_BLOCKS = 64  # hashed at once when a prompt's prefix is searched
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence is in its life."""
+    """The states of a sequence, as drawn above."""
 
-    WAITING = "waiting"  # holds no block
-    LOADING = "loading"  # holds blocks, some of which host memory fills
+    WAITING = "waiting"  # has no blocks
+    LOADING = "loading"  # has blocks, some of which are copied from host memory
     RUNNING = "running"  # scheduled step by step
-    HELD = "held"  # computed; keeps its blocks for a puller until released
-    COMING = "coming"  # holds no block; its KV is elsewhere
-    RESERVED = "reserved"  # holds blocks that a pull fills
-    PARKED = "parked"  # holds no block, and waits for the first of its group
+    HELD = "held"  # computed; keeps its blocks for a puller until they are released
+    COMING = "coming"  # has no blocks; its KV is on another engine
+    RESERVED = "reserved"  # has blocks that a pull fills
+    PARKED = "parked"  # has no blocks, and waits for the first of its group
     ENDED = "ended"
 
 
@@ -52,22 +52,22 @@ _PULLED = (SequenceState.COMING, SequenceState.RESERVED)
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """Sequences of one search, the first one first; `width`: how many there will be."""
+    """The sequences of one search, its leader first; `width`: how many there will be."""
 
     width: int
     members: list[Sequence] = field(default_factory=list)
-    is_forked: bool = False  # from its first member, which began alone
+    is_forked: bool = False  # the first member, which began alone, has forked
 
     @property
     def has_ended(self) -> bool:
-        return all(one.state is SequenceState.ENDED for one in self.members)
+        return all(s.state is SequenceState.ENDED for s in self.members)
 
     @property
     def num_absent(self) -> int:
-        """Sequences to come, or to come back, beside those that have blocks."""
+        """Sequences that will need blocks and have none: not forked yet, or parked."""
         if not self.is_forked:
             return self.width - 1
-        return sum(one.state is SequenceState.PARKED for one in self.members)
+        return sum(s.state is SequenceState.PARKED for s in self.members)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,44 +79,32 @@ class Sequence:
                                         num_computed_tokens ─┘           └─ num_launched_tokens
         block_ids   [ b0 | b1 | b2 | ... ]   slot of position p: block_ids[p // block_size]
 
-    `arrival` orders first come first served; `is_held` asks to stop behind the first token and keep
-    the KV. `num_stored_blocks` leading blocks have been offered to the prefix cache; `hashes` are
-    of its first full blocks, as far as they were computed: see `block_hashes`. Awaited tokens are
-    sampled by steps that have been launched, but not collected; a held sequence awaits none.
-    `forks` are requests that become sequences of their own with the first token sampled. Prompt
-    tokens before `next_prompt_logprob` have had their log-probabilities told, if these are asked
-    for; the first token has none. `constrained` is its place in its grammar, if it has one,
-    and `masks` what that lets come next, and behind each draft, in the step that is planned;
-    `adapter_slot` where the runner has its LoRA adapter. `draft_token_ids` are guesses at what
-    follows its tokens, which the next step verifies or the one in flight: their KV comes behind
-    theirs, and none of what counts tokens counts them. `drafted` is for the draft model, if there
-    is one: its KV reaches over so many tokens, those of prompts that are to be computed included,
-    and as far as these follow; None: there is none, and nothing lacks its KV.
+    Awaited tokens are sampled by steps that are launched and not collected; a held sequence, which
+    stops after its first token and keeps its KV, awaits none. Drafts are guesses of next tokens,
+    verified by the next step or the one in flight: their KV follows that of the tokens, and they
+    are not counted as tokens.
 
-    A prompt `is_passing` that was begun before the next chunk of a longer one: in every other step
-    it goes first.
+    A decode is clear while fewer than `num_clear_tokens` of its tokens are launched: the next token
+    has room in its blocks, and the one that is then sampled is not its last. If it needs its
+    history, it is clear for one step at a time.
 
-    A decode is clear while fewer than `num_clear_tokens` of its tokens are launched: the next one
-    has room in its blocks, and what it samples is not the last token that it can have. Where it
-    needs its history it is so for one step at a time.
-
-    A beam asks for `num_candidates` in place of a token. It awaits none, and stands still until its
-    `group` has decided which of them follows; a held one has no group.
+    A beam samples `num_candidates` instead of a token. It awaits none, and is not scheduled until
+    its `group` has chosen among them; a held one has no group.
     """
 
     request: Request
-    arrival: int
-    is_held: bool
+    arrival: int  # the order of first come, first served
+    is_held: bool  # stops after its first token
     root_hash: BlockHash
-    key: str = field(init=False)  # the request's
+    key: str = field(init=False)  # of the request
     token_ids: array[int] = field(init=False)
-    sampling: SamplingParams = field(init=False)  # its request's
+    sampling: SamplingParams = field(init=False)  # of the request
     num_prompt_tokens: int = field(init=False)
-    most_tokens: int = field(init=False)  # by its request
-    needs_history: bool = field(init=False)  # for each token, of the tokens before it
-    allowed: Mask | None = field(init=False)  # its request's allowed_token_ids
-    adds_to_specs: bool = field(init=False)  # to parameters and keys: history, or tokens left out
-    sample_key: int | None = field(init=False)  # of its tokens' keys; None: none is drawn
+    most_tokens: int = field(init=False)  # by its max_tokens
+    needs_history: bool = field(init=False)  # sampling a token depends on all tokens before it
+    allowed: Mask | None = field(init=False)  # the request's allowed_token_ids
+    adds_to_specs: bool = field(init=False)  # its samples need history or leave tokens out
+    sample_key: int | None = field(init=False)  # its tokens' keys follow from it; None: greedy
     state: SequenceState = SequenceState.WAITING
     block_ids: array[int] = field(default_factory=lambda: array("i"))
     num_computed_tokens: int = 0
@@ -124,21 +112,21 @@ class Sequence:
     num_awaited_tokens: int = 0
     num_cached_tokens: int = 0
     num_prefill_tokens: int = 0
-    num_stored_blocks: int = 0
+    num_stored_blocks: int = 0  # leading ones, given to the prefix cache
     num_clear_tokens: int = 0
     has_started: bool = False
     was_preempted: bool = False
-    is_passing: bool = False
-    forks: tuple[Request, ...] = ()
-    next_prompt_logprob: int = 1
-    constrained: Constrained | None = None
-    masks: Row[Mask] = ()
-    adapter_slot: int | None = None
+    is_passing: bool = False  # a prefill begun before a longer one: first in every other step
+    forks: tuple[Request, ...] = ()  # become sequences with the first token sampled
+    next_prompt_logprob: int = 1  # the first prompt token whose logprob is not output yet
+    constrained: Constrained | None = None  # its state in its grammar
+    masks: Row[Mask] = ()  # by its grammar, for the planned step: the next token, behind each draft
+    adapter_slot: int | None = None  # of its LoRA adapter, in the runner
     draft_token_ids: Row[int] = ()
-    drafted: tuple[int, Row[int]] | None = None
+    drafted: tuple[int, Row[int]] | None = None  # the draft model's KV: see num_drafted_tokens
     num_candidates: int = 0
     group: SequenceGroup | None = None
-    hashes: list[BlockHash] = field(default_factory=list)
+    hashes: list[BlockHash] = field(default_factory=list)  # of the first blocks: see block_hashes
     _counts: TokenCounts | None = None
 
     def __post_init__(self) -> None:
@@ -163,7 +151,8 @@ class Sequence:
 
     @property
     def num_drafted_tokens(self) -> int:
-        """How many of its known tokens the draft model has KV of, or will have with the prompt."""
+        """Known tokens whose KV the draft model has, or will have once the prompt is computed:
+        `drafted[0]`, and more while they equal `drafted[1]`. All, without a draft model."""
         if self.drafted is None:
             return len(self.token_ids)
         num_tokens, behind = self.drafted
@@ -175,7 +164,7 @@ class Sequence:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that need a place in its blocks now; one that is pulled has one for its first."""
+        """Tokens that need a slot in its blocks now; if its KV is pulled, its first output too."""
         if self.state is SequenceState.HELD:
             return self.num_computed_tokens
         num_tokens = len(self.token_ids) + self.num_awaited_tokens + (self.state in _PULLED)
@@ -188,28 +177,28 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> array[int]:
-        """Those over all attempts that the host knows."""
+        """Output tokens over all attempts that the host knows."""
         return self.token_ids[len(self.request.prompt_token_ids) :]
 
     @property
     def num_to_come(self) -> int:
-        """The others of its search that have no blocks."""
+        """Sequences of its search that will need blocks and have none."""
         return 0 if self.group is None else self.group.num_absent
 
     @property
     def owes_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be told."""
+        """Whether log-probabilities of its prompt are still to be output."""
         is_asked = self.request.sampling.prompt_logprobs is not None
         return is_asked and self.next_prompt_logprob < len(self.request.prompt_token_ids)
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether it goes on with the token that a step samples before that is known."""
+        """Whether it continues with a sampled token before the host knows it."""
         return not (self.is_held or self.num_candidates)
 
     @property
     def num_unlaunched_tokens(self) -> int:
-        """Tokens, known or awaited, and drafts that no step has been launched for yet."""
+        """Tokens, known or awaited, and drafts that are not in a launched step."""
         num_tokens = len(self.token_ids) + self.num_awaited_tokens + len(self.draft_token_ids)
         return num_tokens - self.num_launched_tokens
 
@@ -219,18 +208,13 @@ class Sequence:
         return self.num_launched_tokens < self.num_prefill_tokens
 
     @property
-    def is_young_prompt(self) -> bool:
-        """Whether it is still computed for the first time, and nobody has a token of it."""
-        return self.is_prefilling and not self.num_outputs and not self.was_preempted
-
-    @property
     def has_prefill_in_flight(self) -> bool:
-        """Whether tokens that were known at its admission are launched, but not computed."""
+        """Whether tokens that were known at its admission are launched and not computed."""
         num_launched_tokens = min(self.num_launched_tokens, self.num_prefill_tokens)
         return self.num_computed_tokens < num_launched_tokens
 
     def counts(self) -> TokenCounts | None:
-        """What its penalties look at, if it has any. All tokens are known."""
+        """The token counts for its penalties, if it has any. No token may be awaited."""
         if not has_penalties(self.sampling):
             return None
         if self._counts is None:
@@ -239,7 +223,7 @@ class Sequence:
         return self._counts
 
     def block_hashes(self, num_blocks: int, block_size: int) -> list[BlockHash]:
-        """The hashes of the first `num_blocks` blocks, all of them full; computed once each."""
+        """The hashes of the first `num_blocks` blocks, all of them full; each is computed once."""
         assert num_blocks * block_size <= len(self.token_ids)
         hashes = self.hashes
         if len(hashes) < num_blocks:
@@ -255,12 +239,12 @@ class Sequence:
         num_tokens: int,
         block_size: int,
     ) -> list[int]:
-        """The blocks that `match` finds of its first `num_tokens` tokens, from block `first` on, by
-        their hashes: `match` returns those that it has up to the first that it has not."""
+        """The blocks that `match` finds for its first `num_tokens` tokens, from block `first` on:
+        `match` returns the blocks of the hashes up to the first one that it does not have."""
         num_blocks, found = num_tokens // block_size, list[int]()
         for start in range(first, num_blocks, _SLICE_BLOCKS):
             end = min(start + _SLICE_BLOCKS, num_blocks)
             found += match(self.block_hashes(end, block_size)[start:])
             if first + len(found) < end:
-                break  # the hashes behind can wait until a step is on the device
+                break  # the other hashes are computed while a step is on the device
         return found

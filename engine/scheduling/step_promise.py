@@ -1,4 +1,4 @@
-"""How long a step with decodes takes at most: what prompts may add, and what is refused for it."""
+"""The promised time of steps with decodes: it limits their prompt tokens, and rejects requests."""
 
 from __future__ import annotations
 
@@ -12,67 +12,66 @@ from .costs.step_cost_estimator import StepCostEstimator
 from .queues import Queues
 from .schedule import Schedule, step_shape
 
-# Of the promise, for decodes that outlast it: they are few, and prompts wait for what they take.
+# Times the promised time, for decodes that outlast the promise: they are few, and prompts wait.
 OUTLASTING = 2.0
-_LEAVING_S = 0.75  # of steps, in which they have the promise still: most of them are moved by then
+_LEAVING_S = 0.75  # of steps, in which it is still kept: most of the decodes are moved by then
 
 
 class StepPromise:
-    """`tbt_target_s`: what steps with decodes in them take at most, if prompts can be cut for it;
-    None: prompts are computed as fast as may be. `is_promising`: whether what comes is promised
-    that too; where it is not, decodes that were promised it have it for _LEAVING_S, and then steps
-    OUTLASTING times as long."""
+    """`tbt_target_s`: the longest time of steps with decodes, if cutting prompts can keep it; None:
+    prompts are computed as fast as possible. `is_promising`: whether new requests are promised it.
+    If not, it is kept for earlier decodes for _LEAVING_S, and then OUTLASTING times as long."""
 
     def __init__(self, limits: EngineLimits, queues: Queues, step_costs: StepCostEstimator) -> None:
         self.tbt_target_s: float | None = None
         self.is_promising = True
         self.num_refusals = 0
-        self.in_front_s = 0.0  # that the step takes which is on the device
-        self.outlasting_s = 0.0  # since it was withdrawn, in steps; 0: it was not
+        self.in_front_s = 0.0  # of the step on the device
+        self.outlasting_s = 0.0  # of steps since the promise was withdrawn; 0: it was not
         self._limits = limits
         self._queues = queues
         self._step_costs = step_costs
 
     @property
     def target_s(self) -> float | None:
-        """What a step with decodes takes at most. None: no target, or it was withdrawn, and nobody
-        decodes to whom it was promised."""
+        """The longest time of a step with decodes. None: no target, or it was withdrawn and there
+        are no decodes that it was promised to."""
         promised_s = self.promised_s
         is_kept = self.is_promising or self.outlasting_s < _LEAVING_S
         return promised_s if promised_s is None or is_kept else promised_s * OUTLASTING
 
     @property
     def promised_s(self) -> float | None:
-        """What those that decode were promised: the engine's own target, or the strictest of
-        theirs, but no less than half of its own: one request shall not hold up all prompts. A
-        decode of a pipeline waits for a step of each other stage."""
+        """The time that the decodes were promised: the engine's target, or the strictest of theirs,
+        but at least half of the engine's, so that one request does not hold up all prompts. In a
+        pipeline a decode waits for a step of each other stage."""
         if self.tbt_target_s is None:
             return None
-        if not self.is_promising and all(one.is_held for one in self._queues.running):
+        if not self.is_promising and all(s.is_held for s in self._queues.running):
             return None
-        here = (one.request for one in self._queues.running if not one.is_held)
+        here = (s.request for s in self._queues.running if not s.is_held)
         targets_ms = (request.sampling.tbt_target_ms for request in here)
         strictest_s = min([self.tbt_target_s, *(ms / 1000 for ms in targets_ms if ms)])
         return max(strictest_s, self.tbt_target_s / 2) / self._limits.num_stages
 
     def observe(self, seconds: float) -> None:
-        """A step took so long, while the promise is withdrawn or the first behind that."""
+        """Record a step's time while the promise is withdrawn, and of the first step after that."""
         self.outlasting_s = 0.0 if self.is_promising else self.outlasting_s + seconds
 
     def keep(self, schedule: Schedule) -> None:
-        """Cut what the step has room for, beside its decodes, to what can be computed in time."""
-        prefills = [one for one in self._queues.running if one.is_prefilling]
+        """Limit the prompt tokens beside the step's decodes to what can be computed in time."""
+        prefills = [s for s in self._queues.running if s.is_prefilling]
         if prefills or self._queues.waiting:
             self.keep_behind(schedule, prefills[0].num_launched_tokens if prefills else 0)
 
     def keep_behind(self, schedule: Schedule, context: int) -> None:
-        """The same for a prompt of which so much is computed: the more its tokens see, the longer
-        each takes."""
+        """The same for a prompt behind `context`: the more its tokens attend to, the longer each
+        takes."""
         schedule.limit_prompts(self.room_behind(schedule, context))
         schedule.most_context = context
 
     def room_behind(self, schedule: Schedule, context: int) -> int:
-        """How many of its tokens can be computed in time."""
+        """How many tokens of a prompt behind `context` can be computed in time."""
         cost, target_s = self._step_costs.estimate(), self.target_s
         if cost is None or target_s is None:
             return LEAST_PROMPT_TOKENS
@@ -83,18 +82,19 @@ class StepPromise:
     def _tokens_within(
         self, target_s: float, cost: StepCost, beside: StepShape, context: int, most: int
     ) -> int:
-        """How many tokens of a prompt a step has that is to take no longer: as many as fill a
-        graph, so that none is padding. Where no graph has room for LEAST_PROMPT_TOKENS in that
-        time, or the largest is too small, as many as the estimate says.
+        """How many tokens of a prompt a step has that takes no longer than `target_s`: as many as
+        fill a CUDA graph without padding. If no graph has room for LEAST_PROMPT_TOKENS in that
+        time, or the largest is too small, as many as the estimate gives.
 
-        While a step that is in no graph is launched, the one in front ends, and its tokens wait.
+        A step that fits no graph takes the host long to launch: the one in front ends meanwhile,
+        and its tokens wait.
         """
         overrun = self._step_costs.overruns.factor
-        num_tokens = cost.promised_tokens(target_s / overrun(), beside, context, most)
+        num_tokens = promised_tokens(cost, target_s / overrun(), beside, context, most)
         graph_rows, most = self._limits.graph_rows, min(most, 2 * cost.max_rows)
         if not graph_rows:
             return num_tokens
-        least, in_graph = beside.num_prompt_tokens_due, self._limits.graph_prompt_tokens
+        least, in_graph = num_tokens_due(beside), self._limits.graph_prompt_tokens
         largest = min(graph_rows[-1] - beside.num_rows, in_graph - beside.num_prompt_tokens)
         if num_tokens >= largest:
             if self.in_front_s + self._step_costs.launch_s <= target_s:
@@ -110,9 +110,9 @@ class StepPromise:
         return num_tokens
 
     def check(self, request: Request, num_coming: int = 0) -> None:
-        """Raises PromiseRefused if steps of all that will decode here, this request and
-        `num_coming` others beside, would break the promise by themselves. Where one alone would,
-        or nothing is measured or promised, it makes no difference."""
+        """Raise PromiseRefused if steps of all decodes, with this request and `num_coming` others,
+        would break the promise without any prompt tokens. Accepts if the request alone would, or
+        if nothing is measured or promised."""
         cost, target_s = self._step_costs.estimate(), self.target_s
         if cost is None or target_s is None:
             return
@@ -129,15 +129,31 @@ class StepPromise:
             )
 
     def step_with(self, request: Request, num_coming: int) -> StepShape:
-        """A step of all that will decode here once their prompts are computed, with this request,
-        its forks, and `num_coming` more like it that the engine does not have yet."""
+        """A step of all sequences once their prompts are computed, with this request, its forks,
+        and `num_coming` more like it that the engine does not have yet."""
         queues = self._queues
         every = chain(queues.parked, queues.waiting, queues.loading, queues.running)
-        others = [one for one in every if not one.is_held]
-        lengths = [one.num_tokens for one in others]
-        for one in others:
-            if one.group is None or not one.group.is_forked:
-                lengths += [one.num_tokens] * one.num_to_come
+        others = [s for s in every if not s.is_held]
+        lengths = [s.num_tokens for s in others]
+        for s in others:
+            if s.group is None or not s.group.is_forked:
+                lengths += [s.num_tokens] * s.num_to_come
         num_more = request.num_sequences + num_coming
         keys = sum(lengths) + num_more * request.num_known_tokens
         return queues.share_of(len(lengths) + num_more, keys)
+
+
+def promised_tokens(
+    cost: StepCost, promise_s: float, beside: StepShape, context: int, most: int
+) -> int:
+    """How many tokens of a prompt, behind `context` computed ones, a step takes that keeps a
+    promise to the decodes `beside`: at least what `num_tokens_due` is, and not many more than any
+    measured step had."""
+    most = min(most, max(LEAST_PROMPT_TOKENS, 2 * cost.max_rows))
+    room = cost.prompt_tokens_within(promise_s, beside, context, most)
+    return max(room, min(most, num_tokens_due(beside)))
+
+
+def num_tokens_due(shape: StepShape) -> int:
+    """Prompt tokens that the step lacks of the least that it has where prompts wait."""
+    return max(0, LEAST_PROMPT_TOKENS - shape.num_prompt_tokens)

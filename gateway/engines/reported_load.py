@@ -6,13 +6,14 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape, pairs_of
+from ...core.step_cost import KNOTS, LEAST_PROMPT_TOKENS, StepCost, StepShape, pairs_of
 from ...proto import codec
 from ...proto.v1 import node_pb2
 
 _STEP_TOKENS = 2048  # where an engine reports none
 MANY_DECODES = 1 << 16  # more than any step has
 _LEAST_TOKEN_S = 1e-12
+_MOST_PART_S = 3600.0  # of a step's cost, to be believed
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +161,15 @@ class ReportedLoad:
         """How many decodes like the present ones fit a step of this time; MANY_DECODES where not
         even one does, since a limit would not help."""
         cost, now = self.step_cost, self.decodes
-        if cost is None or not now.num_decodes or cost.seconds(now.scaled_to(1)) > seconds:
+        if cost is None or not now.num_decodes:
             return MANY_DECODES
-        numbers = range(1, MANY_DECODES)
-        return bisect_right(numbers, seconds, key=lambda num: cost.seconds(now.scaled_to(num)))
+
+        def takes_s(num: int) -> float:
+            return cost.seconds(StepShape(num_decodes=num, keys=now.keys * num // now.num_decodes))
+
+        if takes_s(1) > seconds:
+            return MANY_DECODES
+        return bisect_right(range(1, MANY_DECODES), seconds, key=takes_s)
 
 
 def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
@@ -193,4 +199,14 @@ def _cost_from_wire(wire: node_pb2.Heartbeat) -> StepCost | None:
         *(sent.base_s, tuple(sent.row_s), sent.pair_s, sent.key_s, sent.max_rows),
         *(sent.mixed_s, sent.mixed_pair_s),
     )
-    return cost if cost.is_sane else None
+    return cost if is_sane(cost) else None
+
+
+def is_sane(cost: StepCost) -> bool:
+    """Whether an engine's cost can be used: no part is negative or takes hours, and not all are 0.
+    Sums of larger finite parts could be infinite."""
+    mixed = (cost.mixed_s, cost.mixed_pair_s)
+    parts = (cost.base_s, *cost.row_s, cost.pair_s, cost.key_s, *mixed)
+    if len(cost.row_s) != len(KNOTS) or not all(0 <= part < _MOST_PART_S for part in parts):
+        return False
+    return any(parts)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.errors import FingerprintMismatch, HandoffFailed
-from ...engine.kv.block_pool import canary_bytes
+from ...engine.kv.kv_memory import canary_bytes
 
 # [blocks, rows, words]
 Rows: TypeAlias = npt.NDArray[np.uint64] | npt.NDArray[np.uint8]

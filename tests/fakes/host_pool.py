@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 from baton.engine.kv import memfd
-from baton.engine.kv.block_pool import CANARY_BLOCK, canary_bytes
+from baton.engine.kv.block_pool import CANARY_BLOCK
 from baton.engine.kv.generations import SharedGenerations
+from baton.engine.kv.kv_memory import canary_bytes
 
 
 class HostPool:

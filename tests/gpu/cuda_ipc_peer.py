@@ -16,9 +16,9 @@ import time
 import numpy as np
 import torch
 
-from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, canary_bytes
+from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import SharedGenerations
-from baton.engine.kv.kv_memory import CudaKvMemory, KvLayout
+from baton.engine.kv.kv_memory import CudaKvMemory, KvLayout, canary_bytes
 from baton.kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
 
 NUM_BLOCKS = 130

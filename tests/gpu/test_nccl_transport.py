@@ -27,8 +27,8 @@ from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, Source, holds, pull
 
 from baton.core.config import NodeConfig
 from baton.core.errors import HandoffFailed
-from baton.engine.kv.block_pool import CANARY_BLOCK, canary_bytes
-from baton.engine.kv.kv_memory import CudaKvMemory
+from baton.engine.kv.block_pool import CANARY_BLOCK
+from baton.engine.kv.kv_memory import CudaKvMemory, canary_bytes
 from baton.kv_transfer.window.block_pieces import BlockCut, BlockPiece
 from baton.kv_transfer.window.transport import PullOutcome
 

@@ -1,1 +1,1 @@
-"""What leaves host memory goes to disk: slots in a file, a thread that fills them, the tier."""
+"""The KV tier on disk, behind host memory: slots in a file, the thread that copies, the tier."""

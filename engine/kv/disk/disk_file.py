@@ -1,12 +1,12 @@
-"""Blocks in a file, in slots of one size, each with all that tells whether it is what was written:
+"""Blocks in a file, in slots of one size, each with a header to check that it is what was written:
 
     slot n   | header: one page | block | up to a whole page |
              header   magic, format, length of the block, fingerprint of model and layout, hash of
                       the block (which begins with the tenant's tag), checksum over all of these
                       and the block
 
-The file has no name: nobody else finds it, and its room is free again however its engine ends. What
-goes wrong is told as a text, never raised. Knows no thread, and not which slot holds what.
+The file has no name: no other process finds it, and its room is freed however its engine ends.
+Failures are returned as texts, never raised. Knows no thread, and not which slot holds what.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ....core.request.token_ids import BlockHash
 
 _log = logging.getLogger(__name__)
 
-PAGE = 4096  # of a disk, too: with whole pages it can be read and written past the system's cache
+PAGE = 4096  # of a disk too: whole pages can be read and written without the page cache
 _MAGIC = b"BatonKV\0"
 _FORMAT = 1
 _HEADER = struct.Struct("<8sIQ16s16s")
 _CHECKSUM = struct.Struct("<I")
-_SPARED = 20  # one part in so many of what is free stays free
+_SPARED = 20  # one part in so many of the free space stays free
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -49,7 +49,7 @@ class SlotFile:
         self._page = bytearray(PAGE)
 
     def write(self, slot: int, block_hash: BlockHash, block: memoryview) -> str | None:
-        """Why it may not be there, if so."""
+        """Returns why the write may have failed, if so."""
         offset = slot * slot_bytes_of(self.block_bytes)
         try:
             num_bytes = self._file.write([self._header(block_hash, block), block], offset)
@@ -60,7 +60,7 @@ class SlotFile:
         return None
 
     def read(self, slot: int, block_hash: BlockHash, block: memoryview) -> str | None:
-        """Why the memory does not hold that block now, if so; what it holds then is of no use."""
+        """Read into `block`; returns why it failed, if so: the memory is then undefined."""
         offset = slot * slot_bytes_of(self.block_bytes)
         try:
             num_bytes = self._file.read([self._page, block], offset)
@@ -73,7 +73,7 @@ class SlotFile:
         return None
 
     def settle(self) -> str | None:
-        """Why what was written may not be on the disk, if so."""
+        """Flush; returns why what was written may not be on the disk, if so."""
         try:
             self._file.settle()
         except OSError as error:
@@ -91,7 +91,7 @@ class SlotFile:
 
 class OsFile:
     """A file without a name, in a directory. Its methods raise OSError; `read` and `write` return
-    how many bytes there were."""
+    the number of bytes."""
 
     def __init__(self, directory: str) -> None:
         self._file = tempfile.TemporaryFile(  # noqa: SIM115 (with): `close` closes it
@@ -102,12 +102,12 @@ class OsFile:
 
     @property
     def free_bytes(self) -> int:
-        """Of its file system, for this user."""
+        """Free space of its file system, for this user."""
         free = os.fstatvfs(self._fd)
         return free.f_bavail * free.f_frsize
 
     def allocate(self, num_bytes: int) -> None:
-        """Take so much room."""
+        """Allocate the space."""
         os.posix_fallocate(self._fd, 0, num_bytes)
 
     def read(self, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
@@ -118,7 +118,7 @@ class OsFile:
         return os.pwritev(self._fd, buffers, offset)
 
     def settle(self) -> None:
-        """What was written is on the disk, and what was read or written takes no memory."""
+        """Flush what was written to the disk, and drop the file from the page cache."""
         if self._has_written:
             self._has_written = False
             os.fdatasync(self._fd)
@@ -129,9 +129,9 @@ class OsFile:
 
 
 def checksum_of(header: bytes, block: memoryview) -> int:
-    """A CRC-32 over the header, what of the block is no whole page, and sums of its words: of those
-    at each place of a page, which any change within one page changes, and of those of each page,
-    which tell in what order pages lie. Three times as fast as a CRC over all."""
+    """A CRC-32 over the header, the part of the block that is no whole page, and sums of its words:
+    those at each offset of all pages, which detect any change within one page, and those of each
+    page, which detect another order of pages. Three times as fast as a CRC over the block."""
     num_bytes = len(block) // PAGE * PAGE
     words = np.frombuffer(block[:num_bytes], np.uint64).reshape(-1, PAGE // 8)
     checksum = zlib.crc32(block[num_bytes:], zlib.crc32(header))
@@ -145,7 +145,7 @@ def slot_bytes_of(block_bytes: int) -> int:
 
 
 def open_slots(directory: str, num_bytes: int, block_bytes: int, fingerprint: str) -> SlotFile:
-    """Slots for so many bytes in all, or for as many as there is room; raises StartupFailed."""
+    """Slots of `num_bytes` in all, or as many as there is room for; raises StartupFailed."""
     slot_bytes = slot_bytes_of(block_bytes)
     num_wanted = num_bytes // slot_bytes
     try:
@@ -166,14 +166,14 @@ def open_slots(directory: str, num_bytes: int, block_bytes: int, fingerprint: st
 
 
 def _allocate(file: OsFile, num_wanted: int, slot_bytes: int) -> int:
-    """Take room for so many slots, or for fewer; returns how many."""
+    """Allocate space for `num_wanted` slots, or for fewer; returns how many."""
     free_bytes = file.free_bytes
     num_slots = min(num_wanted, (free_bytes - free_bytes // _SPARED) // slot_bytes)
     while num_slots:
         try:
             file.allocate(num_slots * slot_bytes)
         except OSError:
-            num_slots //= 2  # a quota, or somebody else was faster
+            num_slots //= 2  # a quota, or another process was faster
         else:
             break
     return num_slots

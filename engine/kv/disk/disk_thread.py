@@ -1,8 +1,8 @@
-"""The thread that copies blocks between host memory and slots on disk: the engine's own never waits
-for a disk. Jobs go in and come back, reads before writes: a prompt waits for them.
+"""The thread that copies blocks between host memory and slots on disk, so that the engine's thread
+never waits for a disk. It takes jobs and returns them, reads before writes: prompts wait for reads.
 
-Until a job has come back its slots are the thread's, and the host blocks that it reads to; those
-that it writes may change meanwhile: whoever submitted it tells. Knows no block's place in a prompt.
+Until a job is returned the thread owns its slots, and the host blocks that it reads to; those that
+it writes may change meanwhile, which the caller checks. Knows no block's place in a prompt.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class JobKind(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class DiskJob:
-    """Blocks, parallel to each other. Once it came back: `failures` by position, and why; a read
-    ends with its first. `num_read_bytes` took `read_s`. `is_cancelled` ends it early."""
+    """Slots, hashes and host blocks, index by index. Once returned: `failures`, reasons by index; a
+    read ends with its first. `num_read_bytes` took `read_s`. `is_cancelled` ends it early."""
 
     kind: JobKind
     slots: Sequence[int] = ()
@@ -54,7 +54,7 @@ class DiskJob:
 
 
 class DiskThread:
-    """`view(host_block)`: its memory, while it is the thread's."""
+    """`view(host_block)`: its memory, while the thread owns it."""
 
     def __init__(self, slots: SlotFile, view: Callable[[int], memoryview]) -> None:
         self.num_slots = slots.num_slots
@@ -69,7 +69,7 @@ class DiskThread:
         self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
 
     def begin(self) -> None:
-        """Do what was and will be submitted."""
+        """Start the thread; jobs may have been submitted already."""
         self._thread.start()
 
     def submit(self, job: DiskJob) -> None:
@@ -78,7 +78,7 @@ class DiskThread:
             self._changed.notify()
 
     def ended(self) -> list[DiskJob]:
-        """Those that came back since the last call. Never waits."""
+        """The jobs that ended since the last call. Never waits."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class DiskThread:
             self.do(job)
 
     def do(self, job: DiskJob) -> None:
-        """On the thread; whatever happens, it comes back."""
+        """Run a job on the thread; it is returned whatever happens."""
         kinds = {
             JobKind.MEASURE: self._measure,
             JobKind.READ: self._read,
@@ -109,7 +109,7 @@ class DiskThread:
         }
         try:
             kinds[job.kind](job)
-        except Exception as error:  # nobody else would see it, and a prompt may wait for the job
+        except Exception as error:  # or it would be lost, and a prompt may wait for the job
             _log.exception("a job of the KV tier on disk failed")
             job.failures |= dict.fromkeys(range(len(job.slots)), str(error))
         self._ended.append(job)
@@ -134,7 +134,7 @@ class DiskThread:
             job.failures = dict.fromkeys(range(len(job.slots)), failure)
 
     def _measure(self, job: DiskJob) -> None:
-        """How fast blocks are read, by some in slots that hold nothing yet."""
+        """Measure how fast blocks are read, with some slots that are still empty."""
         block = memoryview(bytearray(os.urandom(self.block_bytes)))
         slots = range(min(self.num_slots, max(1, _MEASURED_BYTES // self.block_bytes)))
         failures = [self._slots.write(slot, _NOBODY, block) for slot in slots]
@@ -150,7 +150,7 @@ class DiskThread:
 def make_disk(
     config: EngineConfig, copier: CpuCopier | CudaCopier | None, fingerprint: str
 ) -> DiskThread | None:
-    """By `--kv-disk-path`; None: there is to be none. Raises StartupFailed."""
+    """The disk of `--kv-disk-path`; None without it. Raises StartupFailed."""
     if config.kv_disk_path is None:
         return None
     if copier is None:

@@ -1,15 +1,15 @@
-"""Which slot on disk holds the KV of which prefix: what host memory will give up, and gave up.
+"""The prefix cache on disk, for blocks that host memory evicts: block hash -> slot.
 
-    write   while host memory is more than half full: what came there first, and is given up first.
-            Nothing is held for it: a block that got new content before its write's end, by its
-            generation, is not entered. What was given up before its turn is dropped
-    read    to host blocks that are taken first, all or none. Those of the longest beginning that is
-            whole are entered in host memory; a slot that is not is dropped. What is not back by
-            its deadline is given up, and its host blocks are free once the thread lets go of them
-    forget  the slowest read, after a minute without one: it may be why there is none
+    write   while host memory is more than half full: the blocks that were entered there first, as
+            they are evicted first. Nothing is held for it: a block that got new content before its
+            write ended, by its generation, is not entered. Blocks evicted before are dropped
+    read    to host blocks that are taken first, all or none. The longest valid prefix is entered in
+            host memory; an invalid slot is dropped. A read that misses its deadline fails, and its
+            host blocks are freed once the thread has returned them
+    forget  the slowest read, after a minute without one: it may be the reason for that
 
-A slot that was used longest ago goes first, of one chain the last. What is on disk stays there
-when it is read. Belongs to the engine's thread; the disk is the thread's (disk_thread.py).
+The least recently used slot is evicted first, of one chain the last. Reading a slot keeps it.
+Used by the engine's thread; the disk by disk_thread.py.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _log = logging.getLogger(__name__)
 _READ_SHARE = 4  # at most one in so many host blocks is being read
 _MOST_READ = 2048
 _MOST_WRITING = 64
-_JOB_BLOCKS = 16  # of one write: a read waits for no more
-_MOST_BACKLOG = 1 << 16  # hashes of what is to be written
+_JOB_BLOCKS = 16  # of one write, which a read may have to wait for
+_MOST_BACKLOG = 1 << 16  # hashes of blocks to write
 _MOST_LOOKED_AT = 256  # of them at a time
 _LEAST_WAIT_S = 1.0
-_PATIENCE = 3.0  # times what a read should take
+_PATIENCE = 3.0  # times the estimate of a read
 _QUIET_S = 60.0  # between two warnings
 _FORGET_S = 60.0  # without a read, until the slowest one is forgotten
 
 
 @dataclass(frozen=True, slots=True)
 class DiskCounts:
-    """Counted since the tier was made, but for `num_blocks`, which hold something now.
+    """Counters since the tier was created, except `num_blocks`: those entered now.
 
-    `num_hit_blocks` were read for a prompt. `num_failures`: blocks that could not be written, or
-    read, or were not what had been written.
+    `num_hit_blocks` were read for a prompt. `num_failures`: blocks that could not be written or
+    read, or differed from what was written.
     """
 
     num_blocks: int = 0
@@ -57,7 +57,7 @@ class DiskCounts:
 
 @dataclass(slots=True, eq=False)
 class DiskRead:
-    """`num_good`: how many of the first are in host memory, once it has ended; None: it has not."""
+    """`num_good`: how many of the first blocks were read, once it has ended; None: it has not."""
 
     hashes: Sequence[BlockHash]
     parent: BlockHash | None
@@ -68,14 +68,14 @@ class DiskRead:
 
 
 class DiskTier:
-    """Behind the host memory of one engine."""
+    """The disk behind the host memory of one engine."""
 
     def __init__(self, disk: DiskThread, blocks: HostBlocks, clock: Clock) -> None:
         self.cost = CopyCost()  # of reads
         self._disk = disk
         self._blocks = blocks
         self._clock = clock
-        self._slot_of: dict[BlockHash, int] = {}  # the least recently used first
+        self._slot_of: dict[BlockHash, int] = {}  # least recently used first
         self._free = [*reversed(range(disk.num_slots))]
         self._backlog: deque[BlockHash] = deque(maxlen=_MOST_BACKLOG)  # the oldest are dropped
         self._writing: dict[BlockHash, int] = {}  # its host block's generation
@@ -100,8 +100,8 @@ class DiskTier:
         )
 
     def match(self, hashes: Iterable[BlockHash], but: Container[BlockHash]) -> list[int]:
-        """The slots of the longest beginning of `hashes` that is here and not in host memory, `but`
-        for some."""
+        """The slots of the longest prefix of `hashes` that is on disk, and neither in host memory
+        nor in `but`."""
         matched: list[int] = []
         for each in hashes:
             slot = self._slot_of.get(each)
@@ -119,7 +119,7 @@ class DiskTier:
         return max(0, most - self._num_reading)
 
     def seconds(self, num_blocks: int) -> float:
-        """Until so many are read, behind those that are."""
+        """The time until `num_blocks` are read, after those that are being read."""
         if not num_blocks or self.cost.bytes_per_s is None:
             return math.inf if num_blocks else 0.0
         return self.cost.seconds((self._num_reading + num_blocks) * self._disk.block_bytes)
@@ -130,8 +130,8 @@ class DiskTier:
         parent: BlockHash | None,
         spared: Collection[Family],
     ) -> DiskRead:
-        """Read blocks that are here and continue `parent`; those `spared` make no room for them.
-        `poll` tells of its end, also where there was no room."""
+        """Read blocks that continue `parent`; families `spared` are not evicted for them. `poll`
+        returns the read once it has ended, also if there was no room."""
         now_s, wait_s = self._clock.monotonic_s(), self.seconds(len(hashes))
         deadline_s = now_s + max(_LEAST_WAIT_S, _PATIENCE * wait_s)
         read = DiskRead(hashes, parent, now_s, deadline_s)
@@ -150,7 +150,7 @@ class DiskTier:
         return read
 
     def poll(self) -> list[DiskRead]:
-        """Take note of what has ended, and write on; returns the reads among them. Never waits."""
+        """Process ended jobs and start writes; returns the reads that ended. Never waits."""
         ended, self._refused = self._refused, []
         for read in ended:
             read.num_good = 0
@@ -174,18 +174,18 @@ class DiskTier:
     # -- out -------------------------------------------------------------------------------------
 
     def entered(self, hashes: Sequence[BlockHash]) -> None:
-        """They came to host memory from the device."""
+        """The blocks were copied to host memory from the device."""
         self.use(hashes)
         self._backlog += hashes
 
     def use(self, hashes: Sequence[BlockHash]) -> None:
-        """What is here of a chain is used now: of it the last goes first."""
+        """Record a use of a chain, of which the last block is evicted first."""
         for each in reversed(hashes):
             if (slot := self._slot_of.pop(each, None)) is not None:
                 self._slot_of[each] = slot
 
     def _write(self) -> None:
-        """What came first to host memory, while that is more than half full."""
+        """Write the blocks that were entered in host memory first, if that is half full."""
         if 2 * self._blocks.num_free > self._blocks.num_blocks:
             return
         most, found = min(_JOB_BLOCKS, _MOST_WRITING - len(self._writing)), dict[BlockHash, None]()
@@ -228,7 +228,7 @@ class DiskTier:
     # -- in --------------------------------------------------------------------------------------
 
     def _end_read(self, job: DiskJob) -> list[DiskRead]:
-        """The read, unless it was given up."""
+        """The read that has ended, unless it missed its deadline before."""
         for n, failure in job.failures.items():
             self._fail(failure)
             self._drop(job.hashes[n])
@@ -248,7 +248,7 @@ class DiskTier:
         return [read]
 
     def _give_up(self) -> list[DiskRead]:
-        """Reads that take too long."""
+        """Fail the reads that missed their deadlines."""
         now_s = self._clock.monotonic_s()
         late = [(job, read) for job, read in self._reads.items() if now_s > read.deadline_s]
         for job, read in late:

@@ -1,1 +1,1 @@
-"""What steps take, measured."""
+"""The measured cost of steps."""

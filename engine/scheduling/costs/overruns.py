@@ -1,7 +1,7 @@
-"""How much longer than expected steps of decodes and prompts take, for a promise to decodes.
+"""How much longer than estimated steps of decodes and prompts take, for a promise to decodes.
 
-It is found against the last fit of the cost, not the one that the steps were planned by: what was
-learned since is no error any more.
+The estimate compared with is the last fit of the cost, not the one that the steps were planned by:
+what was learned since is no error any more.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections import deque
 from ....core.step_cost import StepCost, StepShape
 
 MIN_ERRORS = 10
-_NUM_STEPS, _MIN_OF_ROWS = 256, 8  # that are looked at, and of one size
+_NUM_STEPS, _MIN_OF_ROWS = 256, 8  # in all, and of one size
 _KEPT_SHARE, _MOST = 0.98, 1.5
-_PAUSE, _MOST_PAUSES = 1.3, 0.05  # of what is usual: to plan smaller steps would not shorten it
+_PAUSE, _MOST_PAUSES = 1.3, 0.05  # over the median; their share
 _LEAST_S = 1e-9
 
 
 class Overruns:
-    """Of one engine's last steps that had both."""
+    """The overruns of one engine's last steps with both."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[StepShape, float]] = deque(maxlen=_NUM_STEPS)
@@ -28,21 +28,20 @@ class Overruns:
         self._by_rows: dict[int, float] = {}
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """A step of decodes and prompts took so long."""
+        """Record how long a step with decodes and prompts took."""
         self._steps.append((shape, seconds))
 
     def factor(self, num_rows: int | None = None) -> float:
-        """By which steps of decodes and prompts take longer than expected, as seldom as a promise
-        to decodes may break. Steps of so many rows, where enough were seen: they may take less, and
-        a step that a graph was captured for is one of few sizes. None, or others: of all, 1 or
-        more."""
+        """The factor by which steps exceed their estimate, at the percentile that a promise to
+        decodes is kept at. For steps of `num_rows`, if enough were measured: it may be below 1,
+        and steps in a graph have few sizes. Else for all steps: at least 1."""
         if num_rows is None:
             return self._factor
         return self._by_rows.get(num_rows, self._factor)
 
     def fit(self, cost: StepCost) -> None:
-        """What is expected is `cost` from now on. Steps that took far longer than is usual, where
-        that is seldom, are left out: pauses, by their length alone."""
+        """Compare with `cost` from now on. Steps far over the median are left out as pauses, as
+        long as they are rare."""
         if len(self._steps) < MIN_ERRORS:
             return
         ratios = [seconds / max(cost.seconds(shape), _LEAST_S) for shape, seconds in self._steps]
@@ -60,5 +59,5 @@ class Overruns:
 
 
 def _kept_by(ratios: list[float]) -> float:
-    """What few of these exceed; none, of a few."""
+    """The percentile of the ratios that a promise is kept at; the largest, of a few."""
     return min(sorted(ratios)[math.ceil(_KEPT_SHARE * (len(ratios) - 1))], _MOST)

@@ -1,16 +1,13 @@
-"""Measured steps in; out: their cost as a function of what is in them (core/step_cost.py), and a
-record of what they had in them, how long those with decodes were, and how many of these kept what
-was promised.
+"""Estimates the cost of steps (core/step_cost.py) from measured ones, and keeps counters of steps.
 
     steps, by size of each part ─► median of the last ones of each size ─► fit of the cost
                                                                            (step_cost_fit.py)
 A few steps that took far too long (the first one, a compilation, a paused process) change nothing,
-and steps of one kind, however many, do not displace what was seen of others. What is not told apart
-by what was seen (a decode engine that never had a prompt) is 0: `max_rows` bounds what may be
-planned by it.
+and many steps of one kind do not displace the samples of others. Parts of the cost that the samples
+cannot separate (in a decode engine that never had a prompt) are 0: plans are bounded by `max_rows`.
 
-Steps that no graph has room for are launched kernel by kernel, which may take the host longer than
-they take the device: how long is known by itself.
+Steps that fit no CUDA graph are launched kernel by kernel, which may take the host longer than the
+device needs for them: their launch time is estimated separately.
 """
 
 from __future__ import annotations
@@ -23,13 +20,13 @@ from ....core.step_cost import StepCost, StepShape
 from .overruns import MIN_ERRORS, Overruns
 from .step_cost_fit import fit_step_cost
 
-MIN_SAMPLES = 3  # of a size, before it counts
+MIN_SAMPLES = 3  # of a size, before it is used
 _NUM_SAMPLES = 15
 _MAX_SIZES = 256
 _NUM_ERRORS = 512
-_NUM_RECORDED = 512  # steps that the percentile is of
+_NUM_RECORDED = 512  # steps, for the percentile
 _NUM_LAUNCHES = 15
-_FIT_EVERY = 128  # samples: to fit takes a millisecond
+_FIT_EVERY = 128  # samples: a fit takes a millisecond
 _LEAST_S = 1e-9
 
 _Size = tuple[int, int, int, int]
@@ -37,7 +34,7 @@ _Size = tuple[int, int, int, int]
 
 @dataclass(slots=True)
 class _Alike:
-    """The last samples of one size. `middle`: the one with the median time a row."""
+    """The last samples of one size. `middle`: the one with the median time per row."""
 
     samples: deque[tuple[StepShape, float]] = field(
         default_factory=lambda: deque(maxlen=_NUM_SAMPLES)
@@ -52,13 +49,12 @@ class _Alike:
 
 
 class StepCostEstimator:
-    """One engine's. `relative_error`: the 90th percentile of how far the last steps were from what
-    was expected of them, when that was last fitted; None: too few. `graph_prompt_tokens`: see
-    EngineLimits."""
+    """The step costs of one engine. `relative_error`: the 90th percentile of the relative error of
+    the last estimates, at the last fit; None: too few. `graph_prompt_tokens`: see EngineLimits."""
 
     def __init__(self, graph_prompt_tokens: int = 0) -> None:
         self._graph_prompt_tokens = graph_prompt_tokens
-        self._launches_s: deque[float] = deque(maxlen=_NUM_LAUNCHES)  # of what is in no graph
+        self._launches_s: deque[float] = deque(maxlen=_NUM_LAUNCHES)  # of steps that fit no graph
         self.relative_error: float | None = None
         self.overruns = Overruns()
         self._sizes: OrderedDict[_Size, _Alike] = OrderedDict()
@@ -68,8 +64,8 @@ class StepCostEstimator:
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
 
     def observe(self, shape: StepShape, seconds: float, waited_s: float | None = None) -> None:
-        """A step of this shape, of one row at least, took so long. `waited_s`: what passed between
-        two steps' tokens, which is what a promise is about, where that is more."""
+        """Record how long a step with at least one row took. `waited_s`: the time between the
+        tokens of two steps, which a promise limits, if it is longer."""
         seconds = max(seconds, _LEAST_S)
         if self._estimate is not None:
             expected_s = self._estimate.seconds(shape)
@@ -87,19 +83,19 @@ class StepCostEstimator:
             self._sizes.popitem(last=False)
 
     def observe_launch(self, shape: StepShape, seconds: float) -> None:
-        """To launch a step of this shape took the host so long."""
+        """Record how long the host took to launch a step."""
         if shape.num_prompt_tokens > self._graph_prompt_tokens:
             self._launches_s.append(seconds)
 
     @property
     def launch_s(self) -> float:
-        """What the host takes at most for a step that is in no graph, but for the slowest of the
-        last ones; 0 where none was seen."""
+        """How long the host takes at most to launch a step that fits no graph: the second longest
+        of the last launches; 0 before the first."""
         return sorted(self._launches_s)[-2:][0] if self._launches_s else 0.0
 
     def estimate(self) -> StepCost | None:
-        """None until there are a few samples of each of two sizes, one with twice the rows. Takes
-        the last samples into account when there are many, or some of a new size."""
+        """None until there are a few samples of each of two sizes, one with twice the rows. Fitted
+        anew when there are many new samples, or enough of a new size."""
         if self._has_new_size or self._num_unfitted >= _FIT_EVERY:
             self._has_new_size, self._num_unfitted = False, 0
             self._estimate = self._fit() or self._estimate
@@ -110,7 +106,7 @@ class StepCostEstimator:
         return self._estimate
 
     def expected_s(self, shape: StepShape) -> float | None:
-        """How long a step of this shape takes; None where nothing like it was seen."""
+        """How long a step of this shape takes; None if no similar one was measured."""
         if (cost := self.estimate()) is not None:
             return cost.seconds(shape)
         alike = self._sizes.get(_size_of(shape))
@@ -125,7 +121,7 @@ class StepCostEstimator:
 
 
 class StepRecord:
-    """One engine's, since it was made. `num_prompts`: those that came to be computed here."""
+    """Counters of one engine's steps. `num_prompts`: requests whose prompts it was to compute."""
 
     def __init__(self) -> None:
         self.num_prompts = 0
@@ -136,7 +132,7 @@ class StepRecord:
         self._last_s: deque[float] = deque(maxlen=_NUM_RECORDED)
 
     def observe(self, shape: StepShape, seconds: float, promise_s: float | None) -> None:
-        """A step took so long; `promise_s`: what its decodes, if it had any, were promised."""
+        """Count a step; `promise_s`: the step time that its decodes, if any, were promised."""
         self.num_prompt_tokens += shape.num_prompt_tokens
         if not shape.num_decodes:
             return
@@ -148,7 +144,7 @@ class StepRecord:
 
     @property
     def p99_s(self) -> float | None:
-        """Of the last steps with decodes, nearest rank; None: there were none."""
+        """The 99th percentile of the last steps with decodes, nearest rank; None before any."""
         if not self._last_s:
             return None
         ordered = sorted(self._last_s)

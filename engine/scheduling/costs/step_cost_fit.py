@@ -1,5 +1,5 @@
-"""The cost of steps (core/step_cost.py) that fits a few measured ones best: least squares of the
-relative error, no part negative."""
+"""Fits the cost of steps (core/step_cost.py) to measured ones: least squares of the relative error,
+with no part negative."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import numpy as np
 
 from ....core.step_cost import KNOTS, StepCost, StepShape
 
-_FLATTER_AFTER = KNOTS[1:7]  # rows that touch all experts of a mixture
-_STEEPER_AFTER = (0, *KNOTS[5:])  # rows whose arithmetic takes longer than to read the weights
-# What parts weigh in the fit: base, a row, bends, pairs, keys, mixed steps and their pairs. Sizes
-# between which nothing was seen are joined by a straight line, and pairs do not stand for bends.
+_FLATTER_AFTER = KNOTS[1:7]  # rows that use all experts of a mixture
+_STEEPER_AFTER = (0, *KNOTS[5:])  # rows whose arithmetic takes longer than reading the weights
+# Regularization of base, row, bends, pairs, keys, mixed steps and their pairs: between measured
+# sizes the line is straight, and pairs do not take the place of bends.
 _BENDS = [1e-3] * (len(_STEEPER_AFTER) - 1 + len(_FLATTER_AFTER))
 _WEIGHTS = np.array([0.0, 0.0, *_BENDS, 1e-2, 0.0, 1e-3, 1e-1])
-_REACH = 1.25  # of a knot, at least, to know how steep it is behind it: a few rows tell noise
+_REACH = 1.25  # rows over a knot that its slope needs: fewer rows give noise
 _CONVERGED = 1e-9
 
 
 def fit_step_cost(points: list[tuple[StepShape, float]]) -> StepCost | None:
-    """By steps and their seconds, of which none is 0; None unless one has twice the rows of
-    another."""
+    """Fit steps and their seconds, all above 0; None unless one has twice the rows of another."""
     rows = [shape.num_rows for shape, _ in points]
     if not points or max(rows) < 2 * min(rows):
         return None
@@ -40,20 +39,24 @@ def fit_step_cost(points: list[tuple[StepShape, float]]) -> StepCost | None:
 
 
 def _features(shapes: list[StepShape]) -> np.ndarray:
-    """[shapes, parts]: the base, rows behind each of _STEEPER_AFTER that some are far behind, rows
-    until each of _FLATTER_AFTER, pairs and keys; whether it is mixed, and then its pairs."""
-    rows, pairs, keys = np.array([(one.num_rows, one.pairs, one.keys) for one in shapes], float).T
+    """[shapes, parts]: the base, rows beyond each of _STEEPER_AFTER that some shape exceeds enough,
+    rows up to each of _FLATTER_AFTER, pairs, keys, whether it is mixed, and then its pairs."""
+    rows, pairs, keys = np.array(
+        [(shape.num_rows, shape.pairs, shape.keys) for shape in shapes], float
+    ).T
     is_reached = rows.max() >= _REACH * np.array(_STEEPER_AFTER)
     behind = np.maximum(0.0, rows[:, None] - _STEEPER_AFTER) * is_reached
     until = np.minimum(rows[:, None], _FLATTER_AFTER)
-    is_mixed = np.array([one.num_prompt_tokens > 0 < one.num_decodes for one in shapes], float)
+    is_mixed = np.array(
+        [shape.num_prompt_tokens > 0 < shape.num_decodes for shape in shapes], float
+    )
     mixed = (is_mixed, is_mixed * pairs)
     return np.column_stack([np.ones_like(rows), behind, until, pairs, keys, *mixed])
 
 
 def _non_negative_least_squares(features: np.ndarray, weights: np.ndarray) -> list[float]:
-    """argmin over x >= 0 of |features @ x - 1|^2 and the squares of x by their weights, features
-    scaled to be 1 at most; by active sets (Lawson and Hanson 1974)."""
+    """argmin over x >= 0 of |features @ x - 1|^2 + weights @ x^2, features scaled to be 1 at most;
+    by active sets (Lawson and Hanson 1974)."""
     scale = np.maximum(features.max(axis=0), np.finfo(float).tiny)
     scaled = features / scale
     gram, product = scaled.T @ scaled, scaled.sum(axis=0)
@@ -70,7 +73,7 @@ def _non_negative_least_squares(features: np.ndarray, weights: np.ndarray) -> li
             best = np.linalg.lstsq(gram[np.ix_(free, free)], product[free], rcond=None)[0]
             if (best > 0).all():
                 break
-            # As far towards it as all stay non-negative; what arrives at 0 is free no more.
+            # Go towards it as far as all stay non-negative; those that reach 0 are fixed.
             falling = best <= 0
             now = found[free]
             share = (now[falling] / (now - best)[falling]).min()

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.step_cost import (
     KNOTS,
-    LEAST_PROMPT_TOKENS,
     StepCost,
     StepShape,
     pairs_of,
@@ -51,24 +47,3 @@ def test_as_many_tokens_fit_as_keep_the_time(
     assert 0 <= found <= most
     assert found == 0 or cost.seconds(beside.with_prompt(found, context)) <= seconds
     assert found == most or cost.seconds(beside.with_prompt(found + 1, context)) > seconds
-
-
-@given(costs, shapes, st.floats(0, 0.2), st.integers(1, 3000))
-def test_a_promise_never_stops_prompts_nor_takes_many_more_than_were_measured(
-    cost: StepCost, beside: StepShape, promise_s: float, most: int
-) -> None:
-    found = cost.promised_tokens(promise_s, beside, 0, most)
-    assert min(LEAST_PROMPT_TOKENS, most) <= found <= max(LEAST_PROMPT_TOKENS, 2 * cost.max_rows)
-    if found > LEAST_PROMPT_TOKENS:
-        assert cost.seconds(beside.with_prompt(found, 0)) <= promise_s
-
-
-@pytest.mark.parametrize("part", [-1.0, math.nan, math.inf, 1e300])
-def test_what_cannot_be_is_not_believed(part: float) -> None:
-    assert GPU.is_sane
-    assert not replace(GPU, base_s=part).is_sane
-    assert not replace(GPU, row_s=(part, *GPU.row_s[1:])).is_sane
-    assert not replace(GPU, row_s=GPU.row_s[1:]).is_sane
-    assert not replace(GPU, mixed_s=part).is_sane
-    assert not replace(GPU, mixed_pair_s=part).is_sane
-    assert not replace(GPU, base_s=0.0, row_s=(0.0,) * 10, pair_s=0.0, key_s=0.0).is_sane

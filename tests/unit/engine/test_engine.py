@@ -125,7 +125,7 @@ def assert_idle(engine: Engine) -> None:
     counts = engine.pool.counts
     assert counts.held == 0 and counts.free + counts.cached == engine.pool.capacity
     assert engine.stats.ledger()["requests"] == {}
-    assert engine.pool.open_fences == ()
+    assert not engine.pool.open_fences
 
 
 def copy_blocks(source: Engine, key: str, puller: Engine, reservation: Reservation) -> None:

@@ -237,7 +237,7 @@ def test_prompt_logprobs_are_told_once_in_spite_of_preemptions(models: Models) -
     """Two optimists in a pool for one and a half: the later is computed anew."""
     sampling = dataclasses.replace(PLAIN, max_tokens=90, prompt_logprobs=0)
     engine = new_engine(models, num_blocks=2 + 11)
-    engine._scheduler._admission.fits = lambda *_: True  # type: ignore[method-assign]
+    engine._scheduler.admission.fits = lambda *_: True  # type: ignore[method-assign]
     requests = [new_request(length, sampling) for length in (40, 41)]
     found: dict[str, list[TokenLogprobs]] = {request.key: [] for request in requests}
     for request in requests:
@@ -268,7 +268,7 @@ def test_the_same_alone_and_in_a_batch(models: Models) -> None:
 def test_the_same_after_preemption(models: Models) -> None:
     requests = [new_request(30, dataclasses.replace(EVERYTHING, seed=i)) for i in range(4)]
     engine = new_engine(models, num_blocks=2 + 8)
-    engine._scheduler._admission.fits = lambda *_: True  # type: ignore[method-assign]
+    engine._scheduler.admission.fits = lambda *_: True  # type: ignore[method-assign]
     squeezed = run(engine, *requests)
     assert engine.stats.ledger()["num_preemptions"]
     for request in requests:

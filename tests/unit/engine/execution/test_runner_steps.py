@@ -17,7 +17,7 @@ from baton.core.errors import EngineFailed, StartupFailed
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.kv.block_pool import canary_bytes
+from baton.engine.kv.kv_memory import canary_bytes
 from baton.engine.kv.memfd import map_read_only
 from baton.engine.model.fingerprint import short
 from baton.kernels.sampling.sample_spec import SampleSpec

@@ -25,7 +25,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.generations = LocalGenerations(NUM_BLOCKS)
         self.pool = BlockPool(NUM_BLOCKS, self.generations)
         self.evicted: list[int] = []
-        self.pool.on_evict(self.evicted.extend)
+        self.pool.on_evict = self.evicted.extend
         self.free = set(range(NUM_RESERVED_BLOCKS, NUM_BLOCKS))
         self.cached: list[int] = []  # least recently used first
         self.kept: set[int] = set()
@@ -152,7 +152,7 @@ def test_a_large_pool_keeps_some_blocks_free_ahead() -> None:
     """The oldest go, few at a time, and what is left is not touched."""
     pool = new_pool(64 * 50 + NUM_RESERVED_BLOCKS)
     evicted: list[int] = []
-    pool.on_evict(evicted.extend)
+    pool.on_evict = evicted.extend
     ids = pool.allocate(pool.capacity)
     assert ids is not None
     pool.evict_ahead()  # there is nothing that could go

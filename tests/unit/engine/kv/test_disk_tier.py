@@ -42,7 +42,7 @@ class Rig:
     def __init__(self, num_host: int = 32, num_disk: int = 40) -> None:
         self.blocks = HostBlocks()
         self.blocks.grow(num_host)
-        self.blocks.on_evict(lambda hashes: None)
+        self.blocks.on_evict = lambda hashes: None
         self.memory = HostBytes(num_host, BLOCK)
         self.file = memory_disk(num_disk, BLOCK)
         self.disk = PlayedDisk(self.file, num_disk, BLOCK, self.memory.view)

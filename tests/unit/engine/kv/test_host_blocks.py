@@ -108,7 +108,7 @@ prefixes = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple)
 def test_eviction_follows_the_rule(num_blocks: int, actions: list[tuple[bool, Prefix]]) -> None:
     evicted: set[BlockHash] = set()
     blocks, oracle = HostBlocks(), Oracle(num_blocks)
-    blocks.on_evict(evicted.update)
+    blocks.on_evict = evicted.update
     blocks.grow(num_blocks)
     for is_write, prefix in actions:
         before = set(oracle.prefixes)

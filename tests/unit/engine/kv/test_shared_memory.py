@@ -15,7 +15,6 @@ import torch
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import HandoffFailed, StartupFailed
 from baton.engine.kv import memfd
-from baton.engine.kv.block_pool import canary_bytes
 from baton.engine.kv.generations import (
     Generations,
     GenerationsReader,
@@ -23,7 +22,7 @@ from baton.engine.kv.generations import (
     SharedGenerations,
     page_bytes,
 )
-from baton.engine.kv.kv_memory import CpuKvMemory, KvLayout, choose_num_cpu_blocks
+from baton.engine.kv.kv_memory import CpuKvMemory, KvLayout, canary_bytes, choose_num_cpu_blocks
 
 INCARNATION, OTHER = "ab" * 16, "cd" * 16
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, block_size=4, head_dim=8, dtype=torch.float32)

@@ -12,12 +12,8 @@ from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import root_hash
 from baton.engine.kv.limits import EngineLimits
-from baton.engine.scheduling.admission import (
-    Admission,
-    Footprint,
-    OutputLengthEstimator,
-    peak_blocks,
-)
+from baton.engine.scheduling.admission import Admission, OutputLengthEstimator
+from baton.engine.scheduling.peak_blocks import Footprint, peak_blocks
 from baton.engine.scheduling.sequence import Sequence
 
 
@@ -132,31 +128,3 @@ def test_credit_counts_shared_blocks_once(admission: Admission) -> None:
     assert not admission.has_credit(new_sequence(12, 5, is_held=True), [], [holder])
     assert admission.has_credit(new_sequence(12, 5, is_held=True), [2, 3], [holder])
     assert admission.has_credit(new_sequence(40, 5, is_held=True), [], [])
-
-
-def test_room_is_what_the_peak_of_all_leaves() -> None:
-    limits = EngineLimits(num_blocks=102, block_size=4, max_model_len=1000)
-    admission = Admission(limits, OutputLengthEstimator())
-    one = new_sequence(8, 9)  # 16 slots at its end
-    one.block_ids = [2, 3]
-    other = new_sequence(8, 1)
-    other.block_ids = [2, 3]
-    assert admission.room([], [], 0) == 100
-    assert admission.room([one], [], 2) == 96
-    assert admission.room([one], [one.request], 2) == 92
-    assert admission.room([one, new_sequence(300, 1)], [], 2) == 100 - 2 - 75
-    full = new_sequence(290, 1)
-    assert admission.room([one, other, full], [], 2) == 100 - 2 - 73, "what is shared counts once"
-    assert admission.room([one, *[full] * 1000], [], 2) == 0
-    assert admission.room([], iter([full.request] * 2), 0) == 0
-
-
-def test_room_for_forks_is_what_they_do_not_share() -> None:
-    limits = EngineLimits(num_blocks=102, block_size=4, max_model_len=1000)
-    admission = Admission(limits, OutputLengthEstimator())
-    request = Request("a", 0, (1,) * 10, SamplingParams(max_tokens=9), fork_ids=("b", "c"))
-    alone, all_three = Request("a", 0, (1,) * 10, SamplingParams(max_tokens=9)), request
-    assert admission.room([], [alone], 0) == 100 - 5  # 10 + 8 tokens
-    assert admission.room([], [all_three], 0) == 100 - 5 - 2 * 3  # without 2 full blocks each
-    waiting = Sequence(request, 0, False, root_hash("m"))
-    assert admission.room([waiting], [], 0) == 100 - 5 - 2 * 3

@@ -8,12 +8,23 @@ from typing import Any
 import pytest
 from fakes.gateway.step_costs import linear_cost
 from fakes.scheduler_bench import Bench
+from hypothesis import given
+from hypothesis import strategies as st
 
-from baton.core.step_cost import LEAST_PROMPT_TOKENS, StepShape
-from baton.engine.scheduling.step_promise import OUTLASTING
+from baton.core.step_cost import KNOTS, LEAST_PROMPT_TOKENS, StepCost, StepShape
+from baton.engine.scheduling.step_promise import OUTLASTING, promised_tokens
 
 STEP_S, TOKEN_S = 0.004, 20e-6
 COST = linear_cost(STEP_S, TOKEN_S)
+slopes = st.floats(0, 1e-4, allow_subnormal=False)
+costs = st.builds(
+    StepCost,
+    base_s=slopes,
+    row_s=st.tuples(*[slopes] * len(KNOTS)),
+    key_s=slopes,
+    max_rows=st.integers(0, 9000),
+)
+shapes = st.builds(StepShape, num_decodes=st.integers(0, 300), keys=st.integers(0, 100_000))
 
 
 def bench(monkeypatch: pytest.MonkeyPatch, target_s: float | None, **fields: Any) -> Bench:
@@ -265,3 +276,13 @@ def test_a_long_prompt_has_what_one_that_passes_it_leaves(monkeypatch: pytest.Mo
     shape = shape.with_prompt(planned.get("c", 0), context)
     assert cost.seconds(shape) <= target_s
     assert made.step()["c"] > 100
+
+
+@given(costs, shapes, st.floats(0, 0.2), st.integers(1, 3000))
+def test_a_promise_never_stops_prompts_nor_takes_many_more_than_were_measured(
+    cost: StepCost, beside: StepShape, promise_s: float, most: int
+) -> None:
+    found = promised_tokens(cost, promise_s, beside, 0, most)
+    assert min(LEAST_PROMPT_TOKENS, most) <= found <= max(LEAST_PROMPT_TOKENS, 2 * cost.max_rows)
+    if found > LEAST_PROMPT_TOKENS:
+        assert cost.seconds(beside.with_prompt(found, 0)) <= promise_s
