@@ -85,7 +85,7 @@ class DecodeRole(EngineRole[_Intent]):
     def failed(self, failed: Failed) -> None:
         """One that was called off, by whomever, does not count as failed."""
         if not isinstance(failed.error, Cancelled):
-            self._counts.failed_transfers[failed.error.code] += 1
+            self.counts.failed_transfers[failed.error.code] += 1
         if intent := self._handoffs.get(failed.key):
             self._give_up(intent)
             for sample in intent.samples:
@@ -125,9 +125,9 @@ class DecodeRole(EngineRole[_Intent]):
             cached_tokens=reservation.num_cached_blocks * limits.block_size,
             transport=self._peers.pulls.transport_of(intent.ticket.source_incarnation),
         )
-        self._counts.transfer_s += self._clock.monotonic_s() - intent.reserved_s
-        self._counts.num_transfers += 1
-        self._counts.transfer_bytes += summary.bytes
+        self.counts.transfer_s += self._clock.monotonic_s() - intent.reserved_s
+        self.counts.num_transfers += 1
+        self.counts.transfer_bytes += summary.bytes
         try:
             self._start(intent.samples, reservation, complete.state)
         except HandoffFailed as error:

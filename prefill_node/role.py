@@ -92,7 +92,7 @@ class PrefillRole(EngineRole[_Offer]):
 
     def _release(self, key: str, error: BatonError | None) -> None:
         """The hand-off is over. Behind the first token its outcome is the puller's to report."""
-        self._counts.num_expired_leases += isinstance(error, LeaseExpired)
+        self.counts.num_expired_leases += isinstance(error, LeaseExpired)
         offer = self._handoffs[key]
         self._forget(offer)
         for sample in offer.samples:

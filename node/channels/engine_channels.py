@@ -44,40 +44,43 @@ class EngineChannels:
         """`on_over` gets each link that ends; a peer that is silent for `silence_s` is lost."""
         self._inbox = inbox
         self._on_over = on_over
-        self.broadcast = Broadcast(self._links, inbox.put, self.watch_writes, welcome, silence_s)
-        self._by_kind: dict[Kind, dict[str, Link]] = {kind: {} for kind in Kind}
+        self._links: dict[tuple[Kind, str], Link] = {}  # by name
+        self.broadcast = Broadcast(
+            self._all_links, inbox.put, self.watch_writes, welcome, silence_s
+        )
 
     def close(self) -> None:
-        for link in self._links():
+        for link in self._all_links():
             self.remove(link)
 
-    def _links(self) -> list[Link]:
-        # Each kind's at once: another thread may look while links come and go.
-        return [link for links in self._by_kind.values() for link in [*links.values()]]
-
-    @property
-    def _gateways(self) -> dict[str, Link]:
-        return self._by_kind[Kind.GATEWAY]
+    def _all_links(self) -> list[Link]:
+        """For any thread: the copy is made in one step of the interpreter."""
+        return [*self._links.values()]
 
     def ledger(self) -> dict[str, object]:
         """Who is linked, by kind."""
-        return {"links": {kind.value: [*links] for kind, links in self._by_kind.items()}}
+        return {
+            "links": {
+                kind.value: [name for each, name in self._links if each is kind] for kind in Kind
+            }
+        }
 
     @property
     def has_unsent(self) -> bool:
         """Whether a gateway has not taken yet what was sent to it."""
-        return any(gateway.channel.has_unsent for gateway in self._gateways.values())
+        return any(
+            link.channel.has_unsent for link in self._links.values() if link.kind is Kind.GATEWAY
+        )
 
     def add(self, link: Link) -> Link | None:
         """A link stands; returns the older one of the same pair, which is over."""
-        links = self._by_kind[link.kind]
-        older = links.get(link.name)
+        older = self._links.get((link.kind, link.name))
         if older is not None:
             self.remove(older)
         self._inbox.watch(link.channel, lambda: self._read(link))
         log.info("linked with %s", link)
         with self.broadcast.greeting() as payloads:
-            links[link.name] = link
+            self._links[link.kind, link.name] = link
             if link.kind is Kind.GATEWAY:
                 for payload in payloads:
                     self._send(link, payload)
@@ -87,7 +90,7 @@ class EngineChannels:
         """End a link. A second time does nothing."""
         if link.channel.is_closed:
             return
-        del self._by_kind[link.kind][link.name]
+        del self._links[link.kind, link.name]
         self._inbox.forget(link.channel)
         link.channel.close()
         self._on_over(link)
@@ -101,12 +104,12 @@ class EngineChannels:
 
     def to_gateway(self, name: str, message: node_pb2.NodeMessage) -> None:
         """Goes nowhere if the gateway is gone."""
-        if (link := self._gateways.get(name)) is not None:
+        if (link := self._links.get((Kind.GATEWAY, name))) is not None:
             self._send(link, message.SerializeToString())
 
     def to_peer(self, kind: Kind, incarnation: str, message: Message) -> None:
         """Goes nowhere if the peer is gone."""
-        if (link := self._by_kind[kind].get(incarnation)) is not None:
+        if (link := self._links.get((kind, incarnation))) is not None:
             self._send(link, encode(message))
 
     def refuse(self, link: Link, error: BatonError) -> None:
@@ -119,7 +122,7 @@ class EngineChannels:
 
     def end_peer(self, kind: Kind, incarnation: str, error: BatonError) -> None:
         """Refuse a peer, and end its link once the loop comes to it."""
-        if (link := self._by_kind[kind].get(incarnation)) is not None:
+        if (link := self._links.get((kind, incarnation))) is not None:
             self.refuse(link, error)
             self._inbox.put(LinkOver(link, error))
 

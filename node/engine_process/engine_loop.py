@@ -156,7 +156,7 @@ class EngineLoop:
     def _from_supervisor(self, message: engine_pb2.EngineInput) -> None:
         match message.WhichOneof("body"):
             case "get_ledger":
-                text = json.dumps(self._role.ledger() | self._channels.ledger())
+                text = json.dumps(self.ledger())
                 ledger = engine_pb2.Ledger(query=message.get_ledger, json=text)
                 self._send(engine_pb2.EngineOutput(ledger=ledger))
             case "members":
@@ -167,6 +167,11 @@ class EngineLoop:
                 self._is_over = True
             case body:
                 log.warning("the supervisor sent %s", body)
+
+    def ledger(self) -> dict[str, object]:
+        """Blocks, requests, transfers and links as JSON, for `baton fsck` and the tests."""
+        parts = (self._engine.stats.ledger(), self._peers.ledger(), self._channels.ledger())
+        return {"node": self._requests.node_name} | parts[0] | parts[1] | parts[2]
 
     # -- links -------------------------------------------------------------------------------------
 
@@ -189,9 +194,10 @@ class EngineLoop:
     def _lost(self, link: Link) -> None:
         if link.kind is Kind.GATEWAY:
             self._gate.gateway_lost(link.name)
-            self._role.gateway_lost(link.name)
-            return
-        self._peers.feeds[link.kind](PeerLost(link.name))
+            for key in self._requests.forget_gateway(link.name):
+                self._role.end(key, None)
+        else:
+            self._peers.feeds[link.kind](PeerLost(link.name))
 
     def _from_gateway(self, gateway: str, message: node_pb2.GatewayMessage) -> None:
         match message.WhichOneof("body"):

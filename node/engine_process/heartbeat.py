@@ -45,7 +45,9 @@ def heartbeat(
         num_draft_tokens=totals.speculation.num_draft_tokens,
         accepted_drafts=totals.speculation.accepted,
     )
-    counters.MergeFrom(role.counters())
+    counters.MergeFrom(role.counts)
+    counters.MergeFrom(peers.fetches.counts)
+    num_leaving = requests.num_with_ticket if role.is_source else 0  # they go on elsewhere
     step_cost = None
     if (cost := engine.stats.step_cost()) is not None:
         fields = codec.same_fields(cost, node_pb2.StepCost)
@@ -59,7 +61,7 @@ def heartbeat(
         "is_draining": requests.is_draining,
         "links": peers.windows.links(),
         "counters": counters,
-        "num_requests": role.num_staying,
+        "num_requests": len(requests) - num_leaving,
         "num_stages": engine.limits.num_stages,
         "step_cost": step_cost,
         "expert_ranks": engine.stats.num_expert_ranks,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -29,6 +30,29 @@ from ...proto.v1 import node_pb2
 log = logging.getLogger(__name__)
 
 _OVER = Cancelled("the request is over here")
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request on this engine. The lower half waits for the next output to carry it."""
+
+    request: Request
+    gateway: str
+    deadline_s: float  # monotonic
+    ticket: Ticket | None
+    accepted_ns: int = 0  # monotonic
+    stamps: list[node_pb2.NodeEvent] = field(default_factory=list)
+    cached_tokens: int | None = None
+    transfer: node_pb2.TransferInfo | None = None  # what its hand-off really moved
+
+    @property
+    def key(self) -> str:
+        return self.request.key
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing waits for the next output."""
+        return not self.stamps and self.cached_tokens is None and self.transfer is None
 
 
 @dataclass(slots=True)
@@ -65,7 +89,7 @@ class RequestIO:
         self._deadlines: list[tuple[float, str]] = []  # heap; keys of closed entries are skipped
         self._tombstones = Tombstones()
         self._send_to = send_to
-        self._steps: dict[str, _Step] = {}  # by gateway
+        self._steps = defaultdict[str, _Step](_Step)  # by gateway
         self._clock = clock
         self._vocab_size = vocab_size
         self._step_began_ns = 0
@@ -90,7 +114,7 @@ class RequestIO:
             output = node_pb2.RequestOutput(
                 request_id=request_id, attempt=dispatch.attempt, error=codec.error_to_wire(error)
             )
-            self._step(gateway).outputs.append(output)
+            self._steps[gateway].outputs.append(output)
 
     def _open(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry:
         request = codec.request_from_wire(dispatch)
@@ -165,7 +189,7 @@ class RequestIO:
         )
         entry.stamps.clear()
         entry.cached_tokens = entry.transfer = None
-        self._step(entry.gateway).outputs.append(output)
+        self._steps[entry.gateway].outputs.append(output)
         return output
 
     def emit(self, entry: Entry, token: TokenOutput) -> None:
@@ -173,7 +197,7 @@ class RequestIO:
         request = entry.request
         if token.finish_reason is None and request.sampling.logprobs is None and entry.is_quiet:
             plain = (request.request_id, request.attempt, token.index, token.token_id)
-            self._step(entry.gateway).tokens.append(plain)
+            self._steps[entry.gateway].tokens.append(plain)
             return
         output = self.queue_output(entry)
         output.first_index = token.index
@@ -185,7 +209,7 @@ class RequestIO:
 
     def flush(self) -> None:
         """Send what is queued: users need not wait for the rest of the turn."""
-        steps, self._steps = self._steps, {}
+        steps, self._steps = self._steps, defaultdict(_Step)
         for gateway, step in steps.items():
             self._send_to(gateway, node_pb2.NodeMessage(outputs=step.message()))
 
@@ -236,31 +260,3 @@ class RequestIO:
         while self._deadlines and self._deadlines[0][1] not in self._entries:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
-
-    def _step(self, gateway: str) -> _Step:
-        if (step := self._steps.get(gateway)) is None:
-            step = self._steps[gateway] = _Step()
-        return step
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One request on this engine. The lower half waits for the next output to carry it."""
-
-    request: Request
-    gateway: str
-    deadline_s: float  # monotonic
-    ticket: Ticket | None
-    accepted_ns: int = 0  # monotonic
-    stamps: list[node_pb2.NodeEvent] = field(default_factory=list)
-    cached_tokens: int | None = None
-    transfer: node_pb2.TransferInfo | None = None  # what its hand-off really moved
-
-    @property
-    def key(self) -> str:
-        return self.request.key
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether nothing waits for the next output."""
-        return not self.stamps and self.cached_tokens is None and self.transfer is None

@@ -50,7 +50,7 @@ class EngineRole(ABC, Generic[H]):
         self._fetches = peers.fetches
         self._trials = Trials(requests, engine.num_outputs)
         self._handoffs: dict[str, H] = {}  # by each sample's key, while the role minds them
-        self._counts = node_pb2.Counters()
+        self.counts = node_pb2.Counters()  # of hand-offs, since the engine's incarnation began
 
     def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
         entry = self._requests.accept(gateway, dispatch)
@@ -103,12 +103,6 @@ class EngineRole(ABC, Generic[H]):
                 self._engine.abort(sample.key)
 
     @property
-    def num_staying(self) -> int:
-        """Requests here, but for those that are to go on elsewhere."""
-        num_leaving = self._requests.num_with_ticket if self.is_source else 0
-        return len(self._requests) - num_leaving
-
-    @property
     def num_coming(self) -> int:
         """Sequences that will come to the engine, and that it has not seen yet."""
         return sum(request.num_sequences for request in self._fetches.requests)
@@ -139,10 +133,6 @@ class EngineRole(ABC, Generic[H]):
     def _forget(self, handoff: H) -> None:
         for sample in handoff.samples:
             del self._handoffs[sample.key]
-
-    def gateway_lost(self, gateway: str) -> None:
-        for key in self._requests.forget_gateway(gateway):
-            self.end(key, None)
 
     def after_step(self, output: StepOutput) -> None:
         """Report what a step brought: what began in it, prompts' scores, tokens, failures."""
@@ -200,21 +190,9 @@ class EngineRole(ABC, Generic[H]):
         """What has no blocks yet: requests, each with its forks."""
         return self._fetches.requests
 
-    def counters(self) -> node_pb2.Counters:
-        """Of hand-offs and of prefixes, since the engine's incarnation began."""
-        counters = node_pb2.Counters()
-        counters.MergeFrom(self._counts)
-        counters.MergeFrom(self._fetches.counts)
-        return counters
-
     def is_idle(self) -> bool:
         """No request, no lease, no pull: the process may end without loss."""
         return not (self._requests or self._handoffs) and self._peers.is_idle
-
-    def ledger(self) -> dict[str, object]:
-        """Blocks, requests and transfers as JSON: what `baton fsck` and the tests look at."""
-        name = {"node": self._requests.node_name}
-        return name | self._engine.stats.ledger() | self._peers.ledger()
 
     @abstractmethod
     def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
