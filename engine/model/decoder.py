@@ -160,11 +160,11 @@ class Decoder:
         kept = self._kept_parts(len(token_ids))
         for place, layer in enumerate(self.layers):
             x = layer(x, residual, rope, attention, kept.get(place))
+        assert x is not None
         if self.norm is None:
-            assert x is not None
             self.layers[-1].input_norm.add(x, residual)  # for the sum alone
             return residual
-        hidden = self.norm(residual) if x is None else self.norm.add(x, residual)
+        hidden = self.norm.add(x, residual)
         assert isinstance(hidden, Tensor)
         if self.kept is not None and not self.kept_layers:
             self.kept[: len(hidden)].copy_(hidden)
