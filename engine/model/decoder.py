@@ -1,9 +1,9 @@
 """The decoder of Llama and its kin: RMSNorm, rotary GQA attention, SwiGLU, over flat batches.
 
-Owns the order of operations; construction/decoder.py makes the modules. Attention and the KV pool
-are behind an AttentionBackend; of several ranks each has its heads, and the norms add up what
-attention and MLP gave on each. A stage of a pipeline has some of the layers, and passes the
-residual stream on. Knows no request, no block and no name of a weight.
+Owns the order of operations; construction/decoder.py builds the modules. An AttentionBackend
+hides attention and the KV pool. With tensor parallelism each rank has some of the heads, and the
+norms add up the ranks' outputs of attention and MLP. A pipeline stage has some of the layers and
+sends the residual stream to the next stage. Knows no request, no block and no weight name.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .weights.targets import Target
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Grouped-query attention with its projections, and norms of q and k if it has them.
+    """Grouped-query attention with its projections, and norms of q and k if the model has them.
 
-    `layer` of the KV pool. `spread`: the heads of the product in the order of the pool's, where it
-    has each KV head of this rank several times.
+    `layer`: index in the KV pool. `spread`: indices of the QKV heads in the pool's order, where the
+    pool stores several copies of each of this rank's KV heads.
     """
 
     layer: int
@@ -59,10 +59,10 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and MLP, each behind a norm.
+    """Attention and MLP, each with a norm in front.
 
-    What a part computes is added to the residual stream by the norm of the next one, which is one
-    kernel on a GPU. `mlp_reader`: the weight that alone reads the MLP's input, if it is in FP8.
+    The norm of the next part adds a part's output to the residual stream: one kernel on a GPU.
+    `mlp_reader`: the FP8 weight that is the only reader of the MLP's input, if it is in FP8.
     """
 
     input_norm: RMSNorm
@@ -79,8 +79,8 @@ class DecoderLayer:
         attention: AttentionBackend,
         kept: Tensor | None = None,
     ) -> Summand:
-        """x: what is to be added to `residual` yet, if anything; returns the same for the next.
-        `kept` [tokens, hidden] gets the sum."""
+        """x: the previous layer's output, not yet added to `residual` (None: there is none);
+        returns the same of this layer. The sum is copied to `kept` [tokens, hidden]."""
         reader = self.attention.qkv.fp8_weight
         if x is None:
             normed = self.input_norm(residual, reader)
@@ -93,7 +93,7 @@ class DecoderLayer:
 
     @property
     def linears(self) -> list[Linear | GatedLinear | RowLinear]:
-        """What multiplies inputs with weights, but for experts, which no library does."""
+        """The matrix products, without those of experts, which no BLAS library computes."""
         attention, mlp = self.attention, self.mlp
         of_mlp = (mlp.gate_up, mlp.down) if isinstance(mlp, MLP) else ()
         return [attention.qkv, attention.out, *of_mlp]
@@ -101,15 +101,15 @@ class DecoderLayer:
 
 @dataclass(eq=False)
 class Decoder:
-    """The decoder, or one stage of it.
+    """The decoder, or one pipeline stage of it.
 
-    `targets`: every tensor that a checkpoint must have, for a loader to fill. `loads` counts what
-    experts are chosen, if the model has any.
+    `targets`: the tensors that a loader fills, by the names that a checkpoint must have. `loads`
+    counts the tokens of each expert, if the model has experts.
     """
 
     range: LayerRange
     layers: list[DecoderLayer]
-    norm: RMSNorm | None  # of the last stage
+    norm: RMSNorm | None  # last stage only
     rotary: RotaryEmbedding
     communicator: Communicator
     loads: ExpertLoads | None
@@ -118,20 +118,20 @@ class Decoder:
     device: torch.device
     dtype: torch.dtype
     targets: dict[str, Target]
-    embed: Embedding = field(init=False)  # of the first stage, and of the last if it is the LM head
-    lm_head: Embedding = field(init=False)  # of the last stage alone
-    kept_layers: tuple[int, ...] = ()  # whose inputs a draft head reads
+    embed: Embedding = field(init=False)  # first stage; last stage if tied to the LM head
+    lm_head: Embedding = field(init=False)  # last stage only
+    kept_layers: tuple[int, ...] = ()  # layers whose inputs a draft head reads
     kept: Tensor | None = None  # see keep
 
-    has_whole_logits = False  # of a rank: see Embedding.project_part
+    has_whole_logits = False  # on each rank: see Embedding.project_part
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionBackend
     ) -> Tensor:
-        """token_ids, positions, slots [tokens] int64 -> hidden states [tokens, hidden], normed; of
-        a stage that is not the last, the residual stream, which the stage behind gets too.
+        """token_ids, positions, slots [tokens] int64 -> normed hidden states [tokens, hidden]. A
+        stage that is not the last returns the residual stream, which it also sends to the next.
 
-        `attention` has been planned for this step.
+        `attention.plan` has been called for this step.
         """
         stages, residual = self.communicator.stages, None
         if not self.range.is_first:
@@ -150,8 +150,8 @@ class Decoder:
         attention: AttentionBackend,
         residual: Tensor | None,
     ) -> Tensor:
-        """What `forward` does between what it receives and what it sends: `residual`
-        [tokens, hidden] is from the stage before, and is overwritten; None on the first."""
+        """`forward` without communication between stages. `residual` [tokens, hidden] comes from
+        the previous stage and is overwritten; None on the first."""
         if self.loads is not None:
             self.loads.slots = slots
         x: Summand | None = None
@@ -162,7 +162,7 @@ class Decoder:
             x = layer(x, residual, rope, attention, kept.get(place))
         assert x is not None
         if self.norm is None:
-            self.layers[-1].input_norm.add(x, residual)  # for the sum alone
+            self.layers[-1].input_norm.add(x, residual)  # only the sum is needed
             return residual
         hidden = self.norm.add(x, residual)
         assert isinstance(hidden, Tensor)
@@ -171,23 +171,23 @@ class Decoder:
         return hidden
 
     def keep(self, most_tokens: int) -> None:
-        """From now on `kept` has what a head reads of the last step, of which no one has more
-        tokens: side by side the inputs of `kept_layers`, or without any what the last norm gave.
-        It stays where it is: CUDA graphs write to it too."""
-        self.kept = None  # first: there may be no memory for both
+        """Make steps of at most `most_tokens` write to `kept` what a draft head reads: the inputs
+        of `kept_layers` side by side, or the last norm's output if there are none. The buffer keeps
+        its address: CUDA graphs write to it."""
+        self.kept = None  # frees the old one first: memory may not suffice for both
         width = max(1, len(self.kept_layers)) * self.hidden_size
         self.kept = torch.zeros(most_tokens, width, dtype=self.dtype, device=self.device)
 
     def _kept_parts(self, num_tokens: int) -> dict[int, Tensor]:
-        """Room for the inputs of `kept_layers`, by layer."""
+        """The parts of `kept` for the inputs of `kept_layers`, by layer."""
         if self.kept is None or not self.kept_layers:
             return {}
         parts = self.kept[:num_tokens].view(num_tokens, -1, self.hidden_size).unbind(1)
         return dict(zip(self.kept_layers, parts, strict=True))
 
     def products(self) -> list[tuple[int, Product]]:
-        """Of one layer's linears: how many inputs each has, and what a step computes of it on this
-        rank, without the others."""
+        """For each linear of the first layer: its number of inputs, and what it computes on this
+        rank without communication."""
         has_others = self.communicator.size > 1
         return [
             (one.weight.shape[1], one.product if has_others and isinstance(one, RowLinear) else one)
@@ -195,5 +195,5 @@ class Decoder:
         ]
 
     def new_residual(self, num_tokens: int) -> Tensor:
-        """Room for what the stage before sends, [tokens, hidden]."""
+        """A buffer [tokens, hidden] to receive the previous stage's residual stream."""
         return torch.empty(num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)

@@ -1,10 +1,10 @@
 """A mixture of experts in place of a layer's MLP (Shazeer et al. 2017).
 
-    several ranks      each has a part of every expert's inner dimension
-    expert parallel    each has some experts whole
+    tensor parallel    each rank has a part of every expert's inner dimension
+    expert parallel    each rank has some experts whole
 
-In both cases the ranks' outputs add up. The router is the same on all ranks, and so is its choice.
-How tokens are routed and multiplied is `Ops.experts`'. construction/experts.py makes them.
+In both cases the ranks' outputs add up. All ranks have the same router and compute the same choice.
+`Ops.experts` routes and multiplies; construction/experts.py builds the modules.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .layers import MLP
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """What all tokens pass, each weighted by the sigmoid of its product with `gate` [1, hidden]."""
+    """An MLP for all tokens, its output weighted by sigmoid(x @ gate^T); `gate` [1, hidden]."""
 
     mlp: MLP
     gate: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        # A product of a single output, and a vectorised exponential, round by the number of
-        # rows: in float64, rounded once, a row's gate does not depend on the others.
+        # A product with one output and a vectorised exponential round differently by the number
+        # of rows. Computed in float64 and rounded once, a row's gate does not depend on others.
         weighted = x.float() * self.gate.float()
         gate = torch.sigmoid(weighted.sum(-1, keepdim=True, dtype=torch.float64))
         return gate.to(x.dtype) * self.mlp.product(x)
@@ -38,7 +38,7 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of one layer that this rank has, and the shared one if there is one."""
+    """This rank's experts of one layer, and the shared expert if the model has one."""
 
     mixture: Mixture
     shared: SharedExpert | None
@@ -47,7 +47,7 @@ class Experts:
     communicator: Communicator
 
     def __call__(self, x: Activations) -> Summand:
-        """[tokens, hidden] -> this rank's summand of the same shape, for the next RMSNorm.add."""
+        """[tokens, hidden] -> this rank's summand, which must go to the next RMSNorm.add."""
         assert isinstance(x, Tensor), "more than one weight reads it"
         if self.shared is None and self.communicator.size == 1:
             return self.ops.experts_summand(x, self.mixture, self.loads)

@@ -1,12 +1,12 @@
-"""The building blocks of the models: products with weights, norms, embeddings of tokens and of
-positions, as a forward pass runs them. Of several ranks:
+"""The building blocks of the models as a forward pass runs them: linear layers, norms, token and
+position embeddings. With several ranks:
 
     Linear      each rank has some of the outputs        x whole -> y in parts
     RowLinear   each rank has some of the inputs         x in parts -> a summand of y on each rank
-    RMSNorm     adds up the ranks' summands, and both to the residual stream
+    RMSNorm     adds the sum of the ranks' summands to the residual stream
     Embedding   each rank has some of the vocabulary
 
-construction/layers.py makes them. Knows no file, no name of a weight and no attention.
+construction/layers.py builds them. Knows no file, no weight name and no attention.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from .communicator import Communicator, Summand
 
 
 class StepAdapters(Protocol):
-    """What a step's LoRA adapters add to the product at a place; nothing if not `is_active`."""
+    """Adds a step's LoRA adapters to a product; called only if `is_active`. `place`: where the
+    product's adapter weights lie."""
 
     is_active: bool
 
     def add_to(self, product: Callable[[], Tensor], x: Activations, place: Place) -> Tensor:
-        """`product` of x, and what its rows' adapters add to it."""
+        """`product()`, plus the adapters' share of each row of x."""
         ...
 
     def add_to_gated(self, product: Callable[[], Tensor], x: Activations, place: Place) -> Tensor:
-        """`ops.silu_and_mul` of the same."""
+        """`ops.silu_and_mul` of `add_to`."""
         ...
 
 
-Product = Callable[[Tensor], Activations | Summand]  # of inputs with a weight
+Product = Callable[[Tensor], Activations | Summand]  # x -> x @ weight^T
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Outputs [first, first + count) of the checkpoint's projection `name`, which has `full`."""
+    """Outputs [first, first + count) of the `full` ones of the checkpoint's projection `name`."""
 
     name: str
     count: int
@@ -54,11 +55,10 @@ class Outputs:
 
 @dataclass(eq=False)
 class LinearBase:
-    """One or several projections of the same input, as one product.
+    """One or several projections of the same input, merged into one product.
 
-    `bias` is None on all ranks but the first where the outputs are summands. For LoRA adapters:
-    `outputs` are the checkpoint's projections in the order of their rows, `inputs` how many this
-    rank has, the first, and of how many.
+    `bias`: where the outputs are summands, only the first rank has it. LoRA reads `outputs`, the
+    merged projections in the order of their rows, and `inputs`: (count on this rank, first, total).
     """
 
     weight: Weight
@@ -68,14 +68,14 @@ class LinearBase:
     outputs: Sequence[Outputs]
     inputs: tuple[int, int, int]
     adapters: StepAdapters | None = field(default=None, init=False)
-    place: Place = field(init=False)  # in the adapters' bank
+    place: Place = field(init=False)  # of its adapters' weights
 
     @property
     def fp8_weight(self) -> Fp8Weight | None:
         return self.weight if isinstance(self.weight, Fp8Weight) else None
 
     def product(self, x: Activations) -> Tensor:
-        """What this rank computes, without the others."""
+        """This rank's result, without communication."""
         if self.adapters is not None and self.adapters.is_active:
             return self.adapters.add_to(lambda: self._linear(x), x, self.place)
         return self._linear(x)
@@ -85,13 +85,13 @@ class LinearBase:
 
 
 class Linear(LinearBase):
-    """A product of which each rank has all inputs."""
+    """Each rank has all inputs and some of the outputs."""
 
     __call__ = LinearBase.product
 
 
 class GatedLinear(LinearBase):
-    """A Linear of whose outputs the first half, by SiLU, gates the second."""
+    """A Linear followed by SwiGLU: silu(first half of the outputs) * second half."""
 
     def __call__(self, x: Activations, reader: Fp8Weight | None = None) -> Activations:
         if self.adapters is not None and self.adapters.is_active:
@@ -100,10 +100,10 @@ class GatedLinear(LinearBase):
 
 
 class RowLinear(LinearBase):
-    """A product of which each rank has an even part of the inputs: its outputs are summands."""
+    """Each rank has an equal part of the inputs: its outputs are summands."""
 
     def __call__(self, x: Activations) -> Summand:
-        """For the next RMSNorm.add."""
+        """The result must go to the next RMSNorm.add."""
         if self.adapters is not None and self.adapters.is_active:
             return self.product(x)
         return self.communicator.linear(self.ops, x, self.weight, self.bias)
@@ -111,8 +111,8 @@ class RowLinear(LinearBase):
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """The gated feed-forward part. Each rank has an even part of the inner dimension, and gives a
-    summand of the output."""
+    """The gated feed-forward layer. Each rank has an equal part of the inner dimension and returns
+    a summand of the output."""
 
     gate_up: GatedLinear
     down: RowLinear
@@ -121,7 +121,7 @@ class MLP:
         return self.down(self.gate_up(x, self.down.fp8_weight))
 
     def product(self, x: Tensor) -> Tensor:
-        """The summand as a plain tensor, which RowLinear's need not be."""
+        """The summand as a tensor, without communication."""
         return self.down.product(self.gate_up(x, self.down.fp8_weight))
 
 
@@ -139,17 +139,17 @@ class RMSNorm:
         return self.ops.rms_norm(x, self.weight, self.eps, reader)
 
     def add(self, x: Summand, residual: Tensor, reader: Fp8Weight | None = None) -> Activations:
-        """Add all ranks' x to `residual` in place; the norm of the sum."""
+        """Add the sum of all ranks' x to `residual` in place; return the norm of the result."""
         weight, eps = self.weight, self.eps
         return self.communicator.add_rms_norm(self.ops, x, residual, weight, eps, reader)
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Token ids to vectors, and back to logits.
+    """Token ids to vectors, and as an LM head hidden states to logits.
 
-    Each rank has the same number of rows in `weight`, from the vector of token `first` on; of the
-    last ranks those behind `num_ids` may be padding, which is 0.
+    This rank's `weight` has the vectors of tokens [first, first + num_ids). All ranks have the same
+    number of rows; on the last ones the rest is padding of zeros.
     """
 
     weight: Tensor
@@ -168,24 +168,24 @@ class Embedding:
         return self.communicator.all_reduce(vectors.masked_fill_(is_elsewhere[:, None], 0))
 
     def project(self, x: Tensor) -> Tensor:
-        """What an LM head computes: [rows, hidden] -> [rows, vocab], the same on all ranks."""
+        """LM head: [rows, hidden] -> logits [rows, vocab], the same on all ranks."""
         return self.gather(self.project_part(x))
 
     def project_part(self, x: Tensor) -> Tensor:
-        """The logits of this rank's vectors, and of padding: [rows, ceil(vocab / ranks)]."""
+        """This rank's logits, including padding: [rows, ceil(vocab / ranks)]."""
         return self.ops.linear(x, self.weight, None)
 
     def gather(self, parts: Tensor) -> Tensor:
-        """What `project` gives, of rows of all ranks' `project_part`."""
+        """Complete logits [rows, vocab] from each rank's `project_part`."""
         return self.communicator.all_gather(parts)[:, : self.vocab_size]
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryEmbedding:
-    """Positions to what `kernels.kv.kv_blocks.apply_rope` takes, once per step.
+    """Positions to the cos and sin that `kernels.kv.kv_blocks.apply_rope` takes, once per step.
 
-    `inv_freq` [dim/2], `scale` of cos and sin; with `trained_length` it is a table with a row for
-    each position from there on: see rotary.py.
+    `inv_freq` [dim/2]; with `trained_length` a table with one row for each position beyond it, see
+    rotary.py. `scale`: a factor of cos and sin.
     """
 
     inv_freq: Tensor

@@ -1,1 +1,1 @@
-"""Makes the modules of a model, and names their weights as checkpoints do."""
+"""Builds the modules of a model, and names their weights as checkpoints do."""

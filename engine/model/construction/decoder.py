@@ -1,5 +1,5 @@
-"""Makes a model's decoder, or one stage of it, from its configuration: which modules a layer has,
-which part of them a rank has, and the names of their weights. Knows no file.
+"""Builds a model's decoder, or one stage of it, from its configuration: the modules of a layer, the
+part of each that a rank has, and the names of their weights. Knows no file.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def make_decoder(
     loads: ExpertLoads | None = None,
     layers: LayerRange | None = None,
 ) -> Decoder:
-    """The decoder, its weights uninitialised until a loader fills `Decoder.targets`.
+    """The decoder; its weights are uninitialised until a loader fills `Decoder.targets`.
 
-    `loads` counts what experts are chosen, if the model has any; `layers`: those of this stage, all
-    unless given. The first stage has the embedding, the last one the norm and the LM head.
+    `loads` counts the tokens of each expert, if the model has experts; `layers`: those of this
+    stage; None: all. The first stage has the embedding, the last one the norm and the LM head.
     """
     placement = placement.of_model()
     layers = layers or LayerRange(0, config.num_layers, config.num_layers)
@@ -73,7 +73,7 @@ def make_layer(
     loads: ExpertLoads | None = None,
     prefix: str | None = None,
 ) -> DecoderLayer:
-    """Layer `index` of the model. `place`: among those whose KV lies here."""
+    """Layer `index` of the model. `place`: its index among the layers whose KV this rank stores."""
     prefix = prefix or f"model.layers.{index}"
     hidden, eps = config.hidden_size, config.rms_norm_eps
     input_norm = make_norm(f"{prefix}.input_layernorm", hidden, eps, placement)
@@ -91,8 +91,8 @@ def make_attention(
     placement: Placement,
     num_inputs: int | None = None,
 ) -> Attention:
-    """`place`: of the layer among those whose KV lies here. `num_inputs`: the hidden size unless
-    given."""
+    """`place`: the layer's index among those whose KV this rank stores. `num_inputs`: the hidden
+    size unless given."""
     communicator, dim = placement.communicator, config.head_dim
     heads = heads_of_rank(config, communicator.rank, communicator.size)
     qkv = make_linear(

@@ -1,7 +1,7 @@
-"""Makes the experts of a layer: two stacks of weights, of which views are named as checkpoints do.
+"""Builds the experts of a layer: two stacked weights, whose views are named as in checkpoints.
 
-    published checkpoints    three matrices of each expert
-    transformers 5           two tensors of all experts of a layer
+    published checkpoints    three matrices for each expert
+    transformers 5           two tensors for all experts of a layer
 
 Knows no file.
 """
@@ -29,8 +29,8 @@ def is_merged_name(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What a rank has: `count` experts from `first` on, of each `inner` of the inner dimension from
-    `first_inner` on."""
+    """A rank's part: experts [first, first + count), and of each the inner dimension's
+    [first_inner, first_inner + inner)."""
 
     first: int
     count: int
@@ -54,8 +54,8 @@ def make_experts(
     placement: Placement,
     loads: LayerLoads | None,
 ) -> Experts:
-    """`layer`: the prefix of its names."""
-    prefix, of_all = f"{layer}.{config.part}", placement.of_model()  # but the many experts
+    """`layer`: the prefix of the layer's weight names."""
+    prefix, of_all = f"{layer}.{config.part}", placement.of_model()  # all but the routed experts
     router = make_float_weight(f"{prefix}.gate", config.num_experts, hidden, of_all)
     share, names = _share_of_rank(config, placement), _published_names(prefix, config)
     gate_up, down = placement.expert_weights(
@@ -80,7 +80,7 @@ def make_experts(
 
 
 def _published_names(prefix: str, config: ExpertsConfig) -> list[list[str]]:
-    """Of gate, up and down, each of all experts."""
+    """The names of gate, up and down projections, each a list of all experts."""
     experts = range(config.num_experts)
     return [[f"{prefix}.experts.{n}.{name}" for n in experts] for name in config.projections]
 
@@ -92,7 +92,7 @@ def _name_published(
     share: _Share,
     mixture: Mixture,
 ) -> None:
-    """Three matrices of each expert."""
+    """Register three matrices for each expert."""
     inner, first, full = share.inner, share.first_inner, config.intermediate_size
     rows, columns = Cut(0, first, full), Cut(1, first, full)
     for expert, of_expert in enumerate(zip(*names, strict=True)):
@@ -103,7 +103,7 @@ def _name_published(
         parts = ((gate_up, rows, 0), (gate_up, rows, inner), (down, columns, 0))
         for name, (weight, cut, start) in zip(of_expert, parts, strict=True):
             num_rows = inner if weight is gate_up else len(down)
-            if not is_mine:  # another rank's, of which nothing is read
+            if not is_mine:  # another rank's: nothing of it is read
                 cut, start, num_rows = Cut(0, 0, num_rows), 0, 0
             target = placement.target(name, weight, cut, start, num_rows)
             placement.targets[f"{name}.weight"] = target
@@ -117,7 +117,7 @@ def _name_merged(
     share: _Share,
     mixture: Mixture,
 ) -> None:
-    """Two tensors of all experts."""
+    """Register two tensors for all experts."""
     first, full = share.first_inner, config.intermediate_size
     gate_up_cut, down_cut = Cut(1, first, 2 * full, pieces=2), Cut(2, first, full)
     if share.count < config.num_experts:

@@ -1,5 +1,5 @@
-"""Makes the building blocks of layers.py, their weights uninitialised, and enters these in the
-placement's `targets` by the names that checkpoints give them. Knows no file and no layer.
+"""Builds the blocks of layers.py with uninitialised weights, and registers these in the placement's
+`targets` under the names that checkpoints give them. Knows no file and no layer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def all_outputs(name: str, full: int) -> Outputs:
 
 
 def outputs_of_rank(name: str, full: int, communicator: Communicator) -> Outputs:
-    """The rank's even part."""
+    """The rank's equal part."""
     count = full // communicator.size
     return Outputs(name, count, communicator.rank * count, full)
 
@@ -44,7 +44,8 @@ def make_linear(
     *,
     has_bias: bool = False,
 ) -> L:
-    """`outputs` as one product; of `num_inputs` a RowLinear has the rank's even part."""
+    """The projections `outputs` merged into one product. A RowLinear has an equal part of the
+    `num_inputs` on each rank."""
     ranks = placement.communicator
     rank, size = (ranks.rank, ranks.size) if issubclass(kind, RowLinear) else (0, 1)
     width = num_inputs // size
@@ -61,13 +62,13 @@ def make_linear(
             of_bias = Target(bias[first : first + part.count], cut)
             placement.targets[f"{part.name}.bias"] = of_bias
         first += part.count
-    added_bias = None if rank else bias  # of summands it is added once
+    added_bias = None if rank else bias  # summands of all ranks add up: one has it
     inputs = (width, rank * width, num_inputs)
     return kind(weight, added_bias, placement.ops, ranks, outputs, inputs)
 
 
 def make_float_weight(name: str, num_outputs: int, num_inputs: int, placement: Placement) -> Tensor:
-    """A weight that is whole on each rank, and dequantised if the checkpoint has it quantised."""
+    """A weight that every rank has whole, dequantised if it is quantised in the checkpoint."""
     floats = replace(placement, stays_quantised=False)
     weight = floats.weight([name], num_outputs, num_inputs)
     assert isinstance(weight, Tensor)
@@ -97,7 +98,8 @@ def make_norm(name: str, size: int, eps: float, placement: Placement) -> RMSNorm
 def make_embedding(
     name: str, vocab_size: int, size: int, placement: Placement, *, is_head: bool = False
 ) -> Embedding:
-    """An LM head that is quantised in the checkpoint becomes floats as it is loaded."""
+    """`is_head`: an LM head, which is dequantised as it is loaded if it is quantised in the
+    checkpoint."""
     communicator = placement.communicator
     num_rows = -(-vocab_size // communicator.size)
     first = min(communicator.rank * num_rows, vocab_size)
