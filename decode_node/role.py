@@ -56,7 +56,7 @@ class DecodeRole(EngineRole[_Intent]):
     def num_coming(self) -> int:
         return super().num_coming + len(self._handoffs)
 
-    def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
+    def _open_handoff(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
         self._engine.limits.check(entry.request)
         if any(sample.key in self._handoffs for sample in samples):
             raise InvalidRequest(f"request {entry.key} waits for its KV already")
@@ -68,14 +68,14 @@ class DecodeRole(EngineRole[_Intent]):
         intended = Intended(ticket, entry.key, hashes, num_blocks, entry.deadline_s)
         self._peers.feed_puller(intended)
 
-    def _call_off(self, intent: _Intent, error: BatonError) -> None:
-        self._give_up(intent)
+    def _cancel_handoff(self, intent: _Intent, error: BatonError) -> None:
+        self._drop_intent(intent)
         self._peers.feed_puller(IntentCancelled(intent.ticket.transfer_id))
 
-    def _give_up(self, intent: _Intent) -> None:
+    def _drop_intent(self, intent: _Intent) -> None:
         """It waits for its blocks no more; those that it has stay until the last copy into them has
         ended: DropReservation."""
-        self._forget(intent)
+        self._remove_handoff(intent)
         if intent.reserved_s is None:
             for sample in intent.samples:
                 self._engine.abort(sample.key)
@@ -87,7 +87,7 @@ class DecodeRole(EngineRole[_Intent]):
         if not isinstance(failed.error, Cancelled):
             self.counts.failed_transfers[failed.error.code] += 1
         if intent := self._handoffs.get(failed.key):
-            self._give_up(intent)
+            self._drop_intent(intent)
             for sample in intent.samples:
                 self._requests.end(sample.key, failed.error)
 
@@ -119,7 +119,7 @@ class DecodeRole(EngineRole[_Intent]):
         intent, reservation = self._handoffs[complete.key], complete.reservation
         limits = self._engine.limits
         assert intent.reserved_s is not None
-        self._forget(intent)
+        self._remove_handoff(intent)
         summary = node_pb2.TransferInfo(
             bytes=complete.num_pulled_blocks * limits.block_bytes,
             cached_tokens=reservation.num_cached_blocks * limits.block_size,

@@ -43,13 +43,13 @@ class PrefillRole(EngineRole[_Offer]):
 
     # -- gateways ------------------------------------------------------------------------------
 
-    def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
+    def _open_handoff(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
         self._engine.add(entry.request, hold=True)
         offer = _Offer(ticket, samples)
         self._handoffs.update((sample.key, offer) for sample in samples)
         self._peers.feed_source(Offered(ticket, entry.key, entry.deadline_s))
 
-    def _call_off(self, offer: _Offer, error: BatonError) -> None:
+    def _cancel_handoff(self, offer: _Offer, error: BatonError) -> None:
         self._peers.feed_source(Withdrawn(offer.ticket.transfer_id, error))
         self._engine.abort(offer.samples[0].key)
 
@@ -94,7 +94,7 @@ class PrefillRole(EngineRole[_Offer]):
         """The hand-off is over. Behind the first token its outcome is the puller's to report."""
         self.counts.num_expired_leases += isinstance(error, LeaseExpired)
         offer = self._handoffs[key]
-        self._forget(offer)
+        self._remove_handoff(offer)
         for sample in offer.samples:
             self._requests.end(sample.key, None if offer.is_first_token_out else error)
         self._engine.abort(key)

@@ -119,7 +119,7 @@ class Channel:
             poll.register(self._socket, select.POLLIN)
             return not poll.poll(0)
 
-    def forgive(self) -> None:
+    def restart_silence(self) -> None:
         """Count its silence anew: this process stood still itself."""
         if self._received_s is not None:
             self._received_s = time.monotonic()

@@ -67,7 +67,7 @@ class Broadcast:
             if link.kind is Kind.GATEWAY:
                 continue
             if stood_still:
-                link.channel.forgive()
+                link.channel.restart_silence()
             elif link.channel.is_silent(self._silence_s):
                 reason = f"nothing came for {self._silence_s:g} s"
                 self._put(LinkOver(link, NodeLost(reason)))

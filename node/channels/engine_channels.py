@@ -91,7 +91,7 @@ class EngineChannels:
         if link.channel.is_closed:
             return
         del self._links[link.kind, link.name]
-        self._inbox.forget(link.channel)
+        self._inbox.unwatch(link.channel)
         link.channel.close()
         self._on_over(link)
 

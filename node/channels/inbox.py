@@ -51,7 +51,7 @@ class Inbox(Generic[T]):
             self._writers ^= {fd}
             self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if is_wanted else 0))
 
-    def forget(self, socket: Channel | FrameSocket) -> None:
+    def unwatch(self, socket: Channel | FrameSocket) -> None:
         """Before a watched socket is closed."""
         del self._sources[socket.fileno()]
         self._writers.discard(socket.fileno())

@@ -80,13 +80,13 @@ class EngineLoop:
         for item in items:
             self._handle(item)
         if items:
-            self._numbers.has_news = True
+            self._numbers.has_changed = True
         deadline_s = self._role.tick()  # after the inbox: a renewal that waited there still counts
         self._peers.pulls.poll()
         has_work = self._engine.has_work and not self._is_over
         if has_work:
             self._requests.begin_step()
-            output = self._engine.step(self._meanwhile)
+            output = self._engine.step(self._during_step)
             self._numbers.num_steps += 1
             self._role.after_step(output)
         self._flush()
@@ -100,7 +100,7 @@ class EngineLoop:
         wait_s = max(0.0, deadline_s - self._clock.monotonic_s())
         return min(wait_s, WATCH_S) if self._peers.pulls.are_waiting else wait_s
 
-    def _meanwhile(self) -> bool:
+    def _during_step(self) -> bool:
         """Handle what comes while a step is on the device: a hand-off need not wait for its end."""
         self._flush()  # what is queued need not wait for the step's end
         self._engine.pool.evict_ahead()
@@ -111,8 +111,8 @@ class EngineLoop:
         self._peers.pulls.poll()
         if items:
             self._flush()
-            self._numbers.has_news = True
-        if self._numbers.has_news:
+            self._numbers.has_changed = True
+        if self._numbers.has_changed:
             self._numbers.recount()
         return bool(items)
 
@@ -151,7 +151,7 @@ class EngineLoop:
         except EngineFailed:
             raise
         except Exception as error:
-            self._blame(item, error)
+            self._handle_failure(item, error)
 
     def _from_supervisor(self, message: engine_pb2.EngineInput) -> None:
         match message.WhichOneof("body"):
@@ -213,14 +213,14 @@ class EngineLoop:
                 log.warning("a gateway sent %s", body)
 
     def _dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
-        if self._requests.refuses_now(gateway, dispatch):
+        if self._requests.refuses_new(gateway, dispatch):
             return
         has_constraint = dispatch.sampling.WhichOneof("constraint") is not None
         may_wait = has_constraint or dispatch.HasField("adapter")
         if not may_wait or self._gate.admits(gateway, dispatch):
             self._role.dispatch(gateway, dispatch)
 
-    def _blame(self, item: Item, error: Exception) -> None:
+    def _handle_failure(self, item: Item, error: Exception) -> None:
         """Fail the request on whose account `error` was raised, or end the pair of a peer whose
         message cannot be taken."""
         public = error if isinstance(error, BatonError) else BatonError("internal error")

@@ -106,7 +106,7 @@ class EngineNumbers:
         self._orders, self._gate = orders, gate
         self._sender, self._clock = sender, clock
         self.num_steps = 0
-        self.has_news = False  # something came since the last count
+        self.has_changed = False  # something came since the last count
         self._recount_s = 0.0  # when the last count is too old
         self._had_prompts = False  # at the last count
 
@@ -121,7 +121,7 @@ class EngineNumbers:
         if now_s < self._recount_s and has_prompts == self._had_prompts:
             return self._recount_s
         self._recount_s, self._had_prompts = now_s + RECOUNT_S, has_prompts
-        self.has_news = False
+        self.has_changed = False
         numbers = heartbeat(self._engine, self._role, self._peers, self._requests, self._orders)
         numbers.num_steps = self.num_steps
         numbers.num_requests += self._gate.num_waiting

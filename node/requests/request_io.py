@@ -102,7 +102,7 @@ class RequestIO:
             self._refuse(gateway, dispatch, error)
             return None
 
-    def refuses_now(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
+    def refuses_new(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
         """Whether one that has just come is too late, which is reported: no more is begun here."""
         if self.is_draining:
             self._refuse(gateway, dispatch, Unavailable(f"{self.node_name} is draining"))

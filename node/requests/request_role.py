@@ -1,11 +1,11 @@
-"""A role: a policy over one engine, what to do with dispatches, peers and the results of a step.
+"""A role: what an engine does with dispatches, cancels, and the results of a step.
 
-    Dispatch ─► filed ─► local: engine.add, one a sample    step ─► stamps, prompt's scores, tokens
-                    └──► with a ticket: _take_up            Cancel, loss, error ─► end, _call_off
+    Dispatch ─► filed ─► no ticket: engine.add, one a sample    step ─► stamps, logprobs, tokens
+                    └──► ticket: _open_handoff                  Cancel, loss, error ─► end
 
-A prompt whose prefix another engine has waits for that first. All of it runs on the engine loop's
-thread and none of it blocks. Here is what the roles have in common; `prefill_node/role.py` and
-`decode_node/role.py` are the two.
+A request that can fetch its prefix from another engine waits for that first. Everything runs on the
+engine loop's thread; nothing blocks. This is what both roles have in common;
+`prefill_node/role.py` and `decode_node/role.py` are the two.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class EngineRole(ABC, Generic[H]):
         """Its prefix is here, or will not come."""
         try:
             if entry.ticket is not None:
-                self._take_up(entry, entry.ticket, samples)
+                self._open_handoff(entry, entry.ticket, samples)
             elif entry.request.sampling.use_beam_search:
                 self._begin_search(entry, samples)
             else:
@@ -116,7 +116,7 @@ class EngineRole(ABC, Generic[H]):
             if entry is not None:  # of one that was over already a copy may fill the blocks yet
                 self._engine.abort(key)
         elif not self._is_wanted(handoff):
-            self._call_off(handoff, error or Cancelled("the request was cancelled"))
+            self._cancel_handoff(handoff, error or Cancelled("the request was cancelled"))
         self._fetches.forget(key, self._requests)
 
     def _fail_all(self, samples: Sequence[Request], error: BatonError) -> None:
@@ -130,7 +130,7 @@ class EngineRole(ABC, Generic[H]):
         """Whether a sample that shares it goes on."""
         return any(map(self._is_open, handoff.samples))
 
-    def _forget(self, handoff: H) -> None:
+    def _remove_handoff(self, handoff: H) -> None:
         for sample in handoff.samples:
             del self._handoffs[sample.key]
 
@@ -195,9 +195,9 @@ class EngineRole(ABC, Generic[H]):
         return not (self._requests or self._handoffs) and self._peers.is_idle
 
     @abstractmethod
-    def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
+    def _open_handoff(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
         """Take up the hand-off's end of a request. Raises BatonError: it fails, with its forks."""
 
     @abstractmethod
-    def _call_off(self, handoff: H, error: BatonError) -> None:
+    def _cancel_handoff(self, handoff: H, error: BatonError) -> None:
         """All samples of this hand-off are over, the last one by `error`."""
