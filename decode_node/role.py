@@ -1,9 +1,9 @@
-"""The puller's role: waits for KV, pulls it into reserved blocks, decodes.
+"""The decode role: reserves blocks, pulls KV into them, decodes.
 
     Dispatch ─► Intended ─► Peers            step ─► tokens to the gateway
     Peers ─► reserve ─► engine.next_reservation ─► Peers ─► complete ─► engine.start
 
-Glue alone: the engine decides about blocks, `kv_transfer.protocol.puller` about transfers.
+The engine decides about blocks, `kv_transfer.protocol.puller` about transfers.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from ..proto.v1 import node_pb2
 
 @dataclass(slots=True)
 class _Intent(Handoff):
-    """KV that is waited for."""
+    """A request that waits for its KV."""
 
     block_hashes: Sequence[BlockHash]  # of the known tokens' full blocks
-    reserved_s: float | None = None  # when it got its blocks: a hand-off's time begins with that
+    reserved_s: float | None = None  # when it got its blocks: the begin of a hand-off's time
 
 
 class DecodeRole(EngineRole[_Intent]):
-    """Of a decode node's engine."""
+    """The role of a decode node's engine."""
 
     is_source = False
 
@@ -73,8 +73,8 @@ class DecodeRole(EngineRole[_Intent]):
         self._peers.feed_puller(IntentCancelled(intent.ticket.transfer_id))
 
     def _drop_intent(self, intent: _Intent) -> None:
-        """It waits for its blocks no more; those that it has stay until the last copy into them has
-        ended: DropReservation."""
+        """Stop waiting for blocks. Reserved ones are kept until DropReservation: the last copy into
+        them has ended."""
         self._remove_handoff(intent)
         if intent.reserved_s is None:
             for sample in intent.samples:
@@ -83,7 +83,7 @@ class DecodeRole(EngineRole[_Intent]):
     # -- hand-offs -----------------------------------------------------------------------------
 
     def failed(self, failed: Failed) -> None:
-        """One that was called off, by whomever, does not count as failed."""
+        """End the requests of a failed transfer. A cancelled one is not counted as failed."""
         if not isinstance(failed.error, Cancelled):
             self.counts.failed_transfers[failed.error.code] += 1
         if intent := self._handoffs.get(failed.key):
@@ -104,7 +104,7 @@ class DecodeRole(EngineRole[_Intent]):
         self._grant()
 
     def _grant(self) -> None:
-        """Let the pulls begin of those that have their blocks now."""
+        """Start the pulls whose blocks are reserved now."""
         while (reservation := self._engine.next_reservation()) is not None:
             intent = self._handoffs[reservation.key]
             intent.reserved_s = self._clock.monotonic_s()
@@ -115,7 +115,7 @@ class DecodeRole(EngineRole[_Intent]):
             self._peers.feed_puller(Reserved(intent.ticket.transfer_id, reservation))
 
     def complete(self, complete: Complete) -> None:
-        """All KV is in place: decode. The next output carries what the hand-off took."""
+        """All KV has been pulled: decode. The next output reports the hand-off."""
         intent, reservation = self._handoffs[complete.key], complete.reservation
         limits = self._engine.limits
         assert intent.reserved_s is not None
@@ -132,7 +132,7 @@ class DecodeRole(EngineRole[_Intent]):
             self._start(intent.samples, reservation, complete.state)
         except HandoffFailed as error:
             self._fail_all(intent.samples, error)
-        self._engine.drop(reservation)  # where the first sample does not decode
+        self._engine.drop(reservation)  # unless the first sample has taken it
         for sample in intent.samples:
             if entry := self._requests.get(sample.key):  # it decodes
                 entry.transfer = summary
@@ -143,7 +143,7 @@ class DecodeRole(EngineRole[_Intent]):
     def _start(
         self, samples: Sequence[Request], reservation: Reservation, state: HandoffState
     ) -> None:
-        """Raises HandoffFailed if the source sent what is nothing to go on from."""
+        """Raises HandoffFailed if the source's state is invalid."""
         first, *forks = samples
         if not self._requests.knows(_token_ids_of(state)):
             raise HandoffFailed("the source sampled what is no token of the vocabulary")
@@ -163,7 +163,7 @@ class DecodeRole(EngineRole[_Intent]):
         self._start_sample(first, reservation, state.first_token_id)
 
     def _start_sample(self, sample: Request, reservation: Reservation, token_id: int) -> None:
-        """Let a sample decode, unless it was cancelled or has ended with its first token."""
+        """Start decoding a sample, unless it was cancelled or has ended with its first token."""
         if not self._is_open(sample):
             return
         fork = None if sample.key == reservation.key else sample
@@ -174,10 +174,10 @@ class DecodeRole(EngineRole[_Intent]):
             is_alone = not (fork or sample.fork_ids)
             self.end(sample.key, error if is_alone else Cancelled(error.message))
 
-    # -- time and looking in -------------------------------------------------------------------
+    # -- time and state ------------------------------------------------------------------------
 
     def tick(self) -> float:
-        deadline_s = super().tick()  # first: what is over gives its blocks back
+        deadline_s = super().tick()  # before granting: expired requests free blocks
         self._grant()
         return deadline_s
 
@@ -190,7 +190,7 @@ class DecodeRole(EngineRole[_Intent]):
 
 
 def _token_ids_of(state: HandoffState) -> list[int]:
-    """All that a source names."""
+    """All token ids in a source's state."""
     found = [state.first_token_id, *state.fork_token_ids]
     if state.first is not None:
         found += [one.token_id for one in state.first.candidates]

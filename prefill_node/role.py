@@ -1,10 +1,10 @@
-"""The source's role: computes prompts, emits first tokens, keeps the KV until it is fetched.
+"""The prefill role: computes prompts, emits first tokens, holds the KV until it is pulled.
 
     Dispatch ─► engine.add(hold) + Offered      Attach, Renew, Release ─► Peers
     step ─► first token to the gateway          Peers ─► manifests, release or abort
          └► chunks with the blocks
 
-Glue alone: the engine decides about blocks, `kv_transfer.protocol.source` about leases.
+The engine decides about blocks, `kv_transfer.protocol.source` about leases.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..node.requests.request_role import EngineRole, Handoff
 
 @dataclass(slots=True)
 class _Offer(Handoff):
-    """A prompt that is computed for a puller. Lives from Offered to ReleaseBlocks."""
+    """A prompt computed for a puller, from Offered to ReleaseBlocks."""
 
     num_offered_blocks: int = 0
     is_first_token_out: bool = False
 
 
 class PrefillRole(EngineRole[_Offer]):
-    """Of a prefill node's engine."""
+    """The role of a prefill node's engine."""
 
     is_source = True
 
@@ -57,7 +57,7 @@ class PrefillRole(EngineRole[_Offer]):
 
     def after_step(self, output: StepOutput) -> None:
         super().after_step(output)
-        self._requests.flush()  # the first token is on its way before the manifest behind it
+        self._requests.flush()  # send the first token before the manifest that follows it
         for chunk in output.chunks:
             self._on_chunk(chunk)
 
@@ -70,8 +70,8 @@ class PrefillRole(EngineRole[_Offer]):
                 self._peers.feed_source(Withdrawn(offer.ticket.transfer_id, ended))
 
     def _on_chunk(self, chunk: ChunkOutput) -> None:
-        """Offer the blocks that its tokens fill, with the last chunk also the partial one, and that
-        were not offered when it was launched."""
+        """Offer the blocks that the chunk has filled, and with the last chunk also the partial one,
+        unless they have already been offered."""
         offer = self._handoffs.get(chunk.key)
         if offer is None:
             return
@@ -84,14 +84,14 @@ class PrefillRole(EngineRole[_Offer]):
             forks = tuple(fork.token_id for fork in sampled.forks)
             of_beams = sampled if sampled.candidates else None
             state = HandoffState(sampled.token_id, forks, of_beams, lacking)
-            offer.is_first_token_out = True  # or none will be: of beams the puller outputs all
+            offer.is_first_token_out = True  # with beams the puller sends all tokens
         transfer_id = offer.ticket.transfer_id
         self._peers.feed_source(Chunk(transfer_id, blocks, num_tokens, state, chunk.step))
 
     # -- pullers -------------------------------------------------------------------------------
 
     def _release(self, key: str, error: BatonError | None) -> None:
-        """The hand-off is over. Behind the first token its outcome is the puller's to report."""
+        """The hand-off has ended. After the first token the puller reports its outcome."""
         self.counts.num_expired_leases += isinstance(error, LeaseExpired)
         offer = self._handoffs[key]
         self._remove_handoff(offer)
