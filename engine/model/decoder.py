@@ -108,6 +108,7 @@ class Decoder:
     """
 
     range: LayerRange
+    is_first_stage: bool
     layers: list[DecoderLayer]
     norm: RMSNorm | None  # last stage only
     rotary: RotaryEmbedding
@@ -134,11 +135,11 @@ class Decoder:
         `attention.plan` has been called for this step.
         """
         stages, residual = self.communicator.stages, None
-        if not self.range.is_first:
+        if not self.is_first_stage:
             residual = self.new_residual(len(token_ids))
             stages.receive(residual)
         hidden = self.compute(token_ids, positions, slots, attention, residual)
-        if not self.range.is_last:
+        if self.norm is None:
             stages.send(hidden)
         return hidden
 
