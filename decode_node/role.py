@@ -1,9 +1,9 @@
-"""The role of a decode engine: waits for KV, pulls it into reserved blocks, decodes.
+"""The decode role: reserves blocks, pulls KV into them, decodes.
 
     Dispatch ─► Intended ─► Peers            step ─► tokens to the gateway
     Peers ─► reserve ─► engine.next_reservation ─► Peers ─► complete ─► engine.start
 
-Decides nothing: the engine decides about blocks, `kv_transfer.protocol.puller` about transfers.
+The engine decides about blocks, `kv_transfer.protocol.puller` about transfers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from ..proto.v1 import node_pb2
 
 @dataclass(slots=True)
 class _Intent(Handoff):
-    """A hand-off whose KV has not arrived."""
+    """A request that waits for its KV."""
 
     block_hashes: Sequence[BlockHash]  # of the known tokens' full blocks
-    reserved_s: float | None = None  # when its blocks were reserved: the start of its time
+    reserved_s: float | None = None  # when it got its blocks: the begin of a hand-off's time
 
 
 class DecodeRole(EngineRole[_Intent]):
@@ -56,7 +56,7 @@ class DecodeRole(EngineRole[_Intent]):
     def num_coming(self) -> int:
         return super().num_coming + len(self._handoffs)
 
-    def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
+    def _open_handoff(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
         self._engine.limits.check(entry.request)
         if any(sample.key in self._handoffs for sample in samples):
             raise InvalidRequest(f"request {entry.key} waits for its KV already")
@@ -68,14 +68,14 @@ class DecodeRole(EngineRole[_Intent]):
         intended = Intended(ticket, entry.key, hashes, num_blocks, entry.deadline_s)
         self._peers.feed_puller(intended)
 
-    def _call_off(self, intent: _Intent, error: BatonError) -> None:
-        self._give_up(intent)
+    def _cancel_handoff(self, intent: _Intent, error: BatonError) -> None:
+        self._drop_intent(intent)
         self._peers.feed_puller(IntentCancelled(intent.ticket.transfer_id))
 
-    def _give_up(self, intent: _Intent) -> None:
-        """Stop waiting for blocks. Reserved blocks are kept until the last copy into them has
-        ended: DropReservation."""
-        self._forget(intent)
+    def _drop_intent(self, intent: _Intent) -> None:
+        """Stop waiting for blocks. Reserved ones are kept until DropReservation: the last copy into
+        them has ended."""
+        self._remove_handoff(intent)
         if intent.reserved_s is None:
             for sample in intent.samples:
                 self._engine.abort(sample.key)
@@ -83,11 +83,11 @@ class DecodeRole(EngineRole[_Intent]):
     # -- hand-offs -----------------------------------------------------------------------------
 
     def failed(self, failed: Failed) -> None:
-        """One that was called off, by whomever, does not count as failed."""
+        """End the requests of a failed transfer. A cancelled one is not counted as failed."""
         if not isinstance(failed.error, Cancelled):
-            self._counts.failed_transfers[failed.error.code] += 1
+            self.counts.failed_transfers[failed.error.code] += 1
         if intent := self._handoffs.get(failed.key):
-            self._give_up(intent)
+            self._drop_intent(intent)
             for sample in intent.samples:
                 self._requests.end(sample.key, failed.error)
 
@@ -104,7 +104,7 @@ class DecodeRole(EngineRole[_Intent]):
         self._grant()
 
     def _grant(self) -> None:
-        """Start the pulls of all hand-offs that have blocks now."""
+        """Start the pulls whose blocks are reserved now."""
         while (reservation := self._engine.next_reservation()) is not None:
             intent = self._handoffs[reservation.key]
             intent.reserved_s = self._clock.monotonic_s()
@@ -115,25 +115,25 @@ class DecodeRole(EngineRole[_Intent]):
             self._peers.feed_puller(Reserved(intent.ticket.transfer_id, reservation))
 
     def complete(self, complete: Complete) -> None:
-        """All KV is in place: decode. The next output reports the transfer."""
+        """All KV has been pulled: decode. The next output reports the hand-off."""
         intent, reservation = self._handoffs[complete.key], complete.reservation
         limits = self._engine.limits
         num_pulled = reservation.num_known_blocks - reservation.num_cached_blocks
         assert intent.reserved_s is not None
-        self._forget(intent)
+        self._remove_handoff(intent)
         summary = node_pb2.TransferInfo(
             bytes=num_pulled * limits.block_bytes,
             cached_tokens=reservation.num_cached_blocks * limits.block_size,
             transport=self._peers.pulls.transport_of(intent.ticket.source_incarnation),
         )
-        self._counts.transfer_s += self._clock.monotonic_s() - intent.reserved_s
-        self._counts.num_transfers += 1
-        self._counts.transfer_bytes += summary.bytes
+        self.counts.transfer_s += self._clock.monotonic_s() - intent.reserved_s
+        self.counts.num_transfers += 1
+        self.counts.transfer_bytes += summary.bytes
         try:
             self._start(intent.samples, reservation, complete.state)
         except HandoffFailed as error:
             self._fail_all(intent.samples, error)
-        self._engine.drop(reservation)  # if the first sample does not decode
+        self._engine.drop(reservation)  # unless the first sample has taken it
         for sample in intent.samples:
             if entry := self._requests.get(sample.key):  # it decodes
                 entry.transfer = summary
@@ -144,7 +144,7 @@ class DecodeRole(EngineRole[_Intent]):
     def _start(
         self, samples: Sequence[Request], reservation: Reservation, state: HandoffState
     ) -> None:
-        """Raises HandoffFailed if the source sent a state that the request cannot continue from."""
+        """Raises HandoffFailed if the source's state is invalid."""
         first, *forks = samples
         if not self._requests.knows(_token_ids_of(state)):
             raise HandoffFailed("the source sampled what is no token of the vocabulary")
@@ -164,7 +164,7 @@ class DecodeRole(EngineRole[_Intent]):
         self._start_sample(first, reservation, state.first_token_id)
 
     def _start_sample(self, sample: Request, reservation: Reservation, token_id: int) -> None:
-        """Start a sample, unless it was cancelled or has ended with its first token."""
+        """Start decoding a sample, unless it was cancelled or has ended with its first token."""
         if not self._is_open(sample):
             return
         fork = None if sample.key == reservation.key else sample
@@ -175,10 +175,10 @@ class DecodeRole(EngineRole[_Intent]):
             is_alone = not (fork or sample.fork_ids)
             self.end(sample.key, error if is_alone else Cancelled(error.message))
 
-    # -- time and looking in -------------------------------------------------------------------
+    # -- time and state ------------------------------------------------------------------------
 
     def tick(self) -> float:
-        deadline_s = super().tick()  # first: it returns the blocks of what has expired
+        deadline_s = super().tick()  # before granting: expired requests free blocks
         self._grant()
         return deadline_s
 
@@ -191,7 +191,7 @@ class DecodeRole(EngineRole[_Intent]):
 
 
 def _token_ids_of(state: HandoffState) -> list[int]:
-    """All token ids that the source sent."""
+    """All token ids in a source's state."""
     found = [state.first_token_id, *state.fork_token_ids]
     if state.first is not None:
         found += [one.token_id for one in state.first.candidates]

@@ -1,11 +1,10 @@
-"""The role of a prefill engine: computes prompts, sends first tokens, keeps the KV until it is
-pulled.
+"""The prefill role: computes prompts, emits first tokens, holds the KV until it is pulled.
 
     Dispatch ─► engine.add(hold) + Offered      Attach, Renew, Release ─► Peers
     step ─► first token to the gateway          Peers ─► manifests, release or abort
          └► chunks with the blocks
 
-Decides nothing: the engine decides about blocks, `kv_transfer.protocol.source` about leases.
+The engine decides about blocks, `kv_transfer.protocol.source` about leases.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ..node.requests.request_role import EngineRole, Handoff
 
 @dataclass(slots=True)
 class _Offer(Handoff):
-    """A prompt that is computed for a puller, from Offered to ReleaseBlocks."""
+    """A prompt computed for a puller, from Offered to ReleaseBlocks."""
 
     num_offered_blocks: int = 0
     is_first_token_out: bool = False
@@ -44,13 +43,13 @@ class PrefillRole(EngineRole[_Offer]):
 
     # -- gateways ------------------------------------------------------------------------------
 
-    def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
+    def _open_handoff(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
         self._engine.add(entry.request, hold=True)
         offer = _Offer(ticket, samples)
         self._handoffs.update((sample.key, offer) for sample in samples)
         self._peers.feed_source(Offered(ticket, entry.key, entry.deadline_s))
 
-    def _call_off(self, offer: _Offer, error: BatonError) -> None:
+    def _cancel_handoff(self, offer: _Offer, error: BatonError) -> None:
         self._peers.feed_source(Withdrawn(offer.ticket.transfer_id, error))
         self._engine.abort(offer.samples[0].key)
 
@@ -58,7 +57,7 @@ class PrefillRole(EngineRole[_Offer]):
 
     def after_step(self, output: StepOutput) -> None:
         super().after_step(output)
-        self._requests.flush()  # the first token is sent before the manifest
+        self._requests.flush()  # send the first token before the manifest that follows it
         for chunk in output.chunks:
             self._on_chunk(chunk)
 
@@ -71,8 +70,8 @@ class PrefillRole(EngineRole[_Offer]):
                 self._peers.feed_source(Withdrawn(offer.ticket.transfer_id, ended))
 
     def _on_chunk(self, chunk: ChunkOutput) -> None:
-        """Offer the blocks that the chunk fills (the last chunk: also a partial one), unless they
-        were offered when it was launched."""
+        """Offer the blocks that the chunk has filled, and with the last chunk also the partial one,
+        unless they have already been offered."""
         offer = self._handoffs.get(chunk.key)
         if offer is None:
             return
@@ -85,17 +84,17 @@ class PrefillRole(EngineRole[_Offer]):
             forks = tuple(fork.token_id for fork in sampled.forks)
             of_beams = sampled if sampled.candidates else None
             state = HandoffState(sampled.token_id, forks, of_beams, lacking)
-            offer.is_first_token_out = True  # with beams the puller outputs all tokens
+            offer.is_first_token_out = True  # with beams the puller sends all tokens
         transfer_id = offer.ticket.transfer_id
         self._peers.feed_source(Chunk(transfer_id, blocks, num_tokens, state, chunk.step))
 
     # -- pullers -------------------------------------------------------------------------------
 
     def _release(self, key: str, error: BatonError | None) -> None:
-        """The hand-off is over. Behind the first token its outcome is the puller's to report."""
-        self._counts.num_expired_leases += isinstance(error, LeaseExpired)
+        """The hand-off has ended. After the first token the puller reports its outcome."""
+        self.counts.num_expired_leases += isinstance(error, LeaseExpired)
         offer = self._handoffs[key]
-        self._forget(offer)
+        self._remove_handoff(offer)
         for sample in offer.samples:
             self._requests.end(sample.key, None if offer.is_first_token_out else error)
         self._engine.abort(key)

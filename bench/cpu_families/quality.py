@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from baton.core.model_dir import resolve_model_dir
+from baton.engine.model.construction.decoder import make_decoder
 from baton.engine.model.decoder import Decoder
 from baton.engine.model.model_config import ModelConfig, read_model_config
 from baton.engine.model.weights.checkpoint import load_weights
@@ -67,7 +68,7 @@ def load(
         quantization=config.quantization,
         stays_quantised=stays_quantised,
     )
-    model = Decoder(config, placement)
+    model = make_decoder(config, placement)
     load_weights(folder, model.targets)
     return config, model
 

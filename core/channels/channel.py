@@ -1,7 +1,7 @@
-"""Frames (frames.py) between two processes that have proven who they are.
+"""Frames (frames.py) between two authenticated processes.
 
-any thread ── send ──► frames ──► socket      `Channel` never waits: what the other side does
-one thread ◄─ receive ─ frames ◄── socket     not take yet is kept; an empty frame: it lives
+any thread ── send ──► frames ──► socket      `Channel` never blocks: it buffers what the socket
+one thread ◄─ receive ─ frames ◄── socket     does not take; an empty frame is a sign of life
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .frames import CHUNK_BYTES, MAX_UNSENT_BYTES, FrameBuffer, encode_payload
 
 
 class ChannelBroken(Exception):
-    """The channel is of no more use; the text is why."""
+    """The channel cannot be used any more; the text is the reason."""
 
 
 class Channel:
-    """`receive`, `fileno` and `close` are for one thread, all else is for any."""
+    """`receive`, `fileno` and `close` belong to one thread; any thread may call the rest."""
 
     def __init__(self, sock: socket.socket, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
-        """Owns the connected socket. `max_unsent_bytes`: kept for a side that does not read."""
+        """Owns the connected socket. `max_unsent_bytes`: limit of the send buffer."""
         sock.setblocking(False)
         self._socket = sock
         self._frames = FrameBuffer()
@@ -34,7 +34,7 @@ class Channel:
         self._sending = threading.Lock()
         self._unsent: deque[memoryview] = deque()
         self._num_unsent_bytes = 0
-        self._received_s: float | None = None  # when something came last
+        self._received_s: float | None = None  # when the last frame arrived
         self.is_closed = False
 
     def fileno(self) -> int:
@@ -42,11 +42,11 @@ class Channel:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether `flush` should be called once there is room to write."""
+        """Whether `flush` must be called once the socket has room."""
         return bool(self._unsent)
 
     def send(self, payload: bytes) -> None:
-        """Send a frame, or keep what the other side does not take yet. Raises ChannelBroken."""
+        """Send a frame, buffering what the socket does not take. Raises ChannelBroken."""
         frame = memoryview(encode_payload(payload))
         with self._sending:
             self._num_unsent_bytes += len(frame)
@@ -56,7 +56,7 @@ class Channel:
                 raise ChannelBroken("the other side does not read")
 
     def flush(self) -> None:
-        """Send what was kept, as far as the other side takes it. Raises ChannelBroken."""
+        """Send what is buffered, as far as the socket takes it. Raises ChannelBroken."""
         with self._sending:
             self._flush()
 
@@ -74,8 +74,8 @@ class Channel:
             raise ChannelBroken(f"the other side cannot be reached: {error}") from error
 
     def end_sending(self, until_s: float) -> None:
-        """The other side finds it over, behind what it takes until then (monotonic). Waits; nothing
-        more can be sent.
+        """Send what is buffered until `until_s` (monotonic), blocking, then shut down the sending
+        side.
         """
         with self._sending, contextlib.suppress(OSError, ChannelBroken):
             if self.is_closed:
@@ -88,16 +88,15 @@ class Channel:
             self._socket.shutdown(socket.SHUT_WR)
 
     def receive(self) -> tuple[list[bytes], bool]:
-        """The payloads of all frames that have come, and whether that was the last of it.
-
-        Raises BrokenStream: what comes is no frame.
+        """The payloads of all frames that have arrived, and whether the stream has ended. Raises
+        BrokenStream.
         """
         is_open = self._frames.take_in(self._socket)
         self._received_s = time.monotonic()
         return list(filter(None, self._frames.take())), not is_open
 
     def discard(self) -> bool:
-        """Drop what has come; returns whether more may come."""
+        """Drop what has arrived; returns whether the stream is still open."""
         try:
             return bool(self._socket.recv(CHUNK_BYTES, socket.MSG_DONTWAIT))
         except BlockingIOError:
@@ -106,9 +105,8 @@ class Channel:
             return False
 
     def is_silent(self, seconds: float) -> bool:
-        """Whether the other side, once it has begun, has sent nothing for so long.
-
-        What waits to be received has come.
+        """Whether the other side has sent at least once, but nothing for so long. Unread data
+        counts as sent.
         """
         if self._received_s is None or time.monotonic() - self._received_s < seconds:
             return False
@@ -119,20 +117,20 @@ class Channel:
             poll.register(self._socket, select.POLLIN)
             return not poll.poll(0)
 
-    def forgive(self) -> None:
-        """Count its silence anew: this process stood still itself."""
+    def restart_silence(self) -> None:
+        """Measure the silence from now: this process was suspended itself."""
         if self._received_s is not None:
             self._received_s = time.monotonic()
 
     def close(self) -> None:
-        """The other side finds it over."""
+        """The other side sees the end of the stream."""
         self.is_closed = True
         with self._sending, contextlib.suppress(OSError):
             self._socket.close()
 
 
 class FrameSocket:
-    """An engine process's end of its supervisor's stream: one thread receives, any thread sends."""
+    """An engine process's stream to its supervisor: one thread receives, any thread sends."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -150,14 +148,14 @@ class FrameSocket:
             self._socket.sendall(frame)
 
     def has_room(self) -> bool:
-        """Whether the other side reads: a frame of some ten KB is sent without waiting. Where it is
-        gone, to send finds that out."""
+        """Whether a frame of some ten KB can be sent without blocking. True if the other side is
+        gone: `send` then raises."""
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
         return bool(poll.poll(0))
 
     def receive(self) -> bytes | None:
-        """The next message's bytes, or None when the stream is over. Raises BrokenStream."""
+        """The next message's bytes; None at the end of the stream. Raises BrokenStream."""
         while not self._payloads:
             self._payloads.extend(self._frames.take())
             if not self._payloads and not self._frames.wait_for_more(self._socket):
@@ -165,14 +163,14 @@ class FrameSocket:
         return self._payloads.popleft()
 
     def receive_ready(self) -> tuple[list[bytes], bool]:
-        """All messages that have come, and whether the stream is over. Raises BrokenStream."""
+        """All messages that have arrived, and whether the stream has ended. Raises BrokenStream."""
         is_open = self._frames.take_in(self._socket)
         payloads = [*self._payloads, *self._frames.take()]
         self._payloads.clear()
         return payloads, not is_open
 
     def end(self) -> None:
-        """Both sides' readers find the stream over; the one blocked in `receive` here too."""
+        """Both sides' readers see the end of the stream, also one blocked in `receive`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

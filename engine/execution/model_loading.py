@@ -12,8 +12,9 @@ from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
 from ...kernels.experts.experts import ExpertLoads
 from ..kv.block_pool import NUM_RESERVED_BLOCKS
+from ..model.construction.decoder import make_decoder
+from ..model.construction.experts import is_merged_name
 from ..model.decoder import Decoder
-from ..model.experts import is_merged_name
 from ..model.model_config import ARCHITECTURES, ModelConfig
 from ..model.stages import LayerRange
 from ..model.weights.checkpoint import check_weights, load_weights, tensor_names
@@ -48,7 +49,7 @@ def load_model(
         if len(layers) < model_config.num_layers and not is_dummy:
             ignored |= tensor_names(model_dir)  # those of the other stages
         loads = _expert_loads(config, model_config, placement)
-        model = Decoder(model_config, placement, loads, layers)
+        model = make_decoder(model_config, placement, loads, layers)
         if is_dummy:
             fill_dummy_weights(
                 model.targets,
@@ -102,7 +103,7 @@ def _check(
 ) -> frozenset[str]:
     """Whether the checkpoint fills this model, before any memory is taken for it. Returns the
     tensors that it may have besides."""
-    model = Decoder(model_config, dataclasses.replace(placement, device=torch.device("meta")))
+    model = make_decoder(model_config, dataclasses.replace(placement, device=torch.device("meta")))
     ignored = frozenset({"lm_head.weight"} if model_config.has_tied_embeddings else ())
     if (prefix := ARCHITECTURES[model_config.architecture].mtp_prefix) and not is_dummy:
         ignored |= {name for name in tensor_names(model_dir) if name.startswith(f"{prefix}.")}

@@ -1,8 +1,8 @@
-"""How the ranks of one engine add up and share tensors.
+"""Collective operations of the ranks of one engine.
 
 A rank is one process with one device. All ranks call the same operations in the same order with
-tensors of the same shapes, and every rank gets the same bits. In a pipeline these are the ranks of
-one stage; the stages pass the residual stream on. Knows no model and no message.
+tensors of the same shapes, and all get bitwise identical results. In a pipeline the ranks are those
+of one stage; `stages` connects it with the others. Knows no model and no message.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from .stages import Stages
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A summand that lies no longer here, but where the ranks add it up."""
+    """A summand that has already been written to the memory where the ranks add it up."""
 
 
 Summand: TypeAlias = Tensor | Unscaled | Summands | Sent
 
 
 class Communicator:
-    """One rank's end; this one is the only rank, which has nothing to add, to share or to wait for.
+    """One rank's end. This base class is for an engine (or stage) of one rank, where collectives do
+    nothing.
 
-    An operation that another rank never joins ends in RuntimeError, or never.
+    An operation that another rank never joins raises RuntimeError, or never returns.
     """
 
     rank: int = 0
     size: int = 1
-    stages = Stages()  # those of the pipeline that this rank has a place in
+    stages = Stages()  # this rank's place in the pipeline
 
     def connect(self) -> None:
-        """Wait for the other ranks, however long they load; before the first operation."""
+        """Wait until all ranks have loaded. Call before the first operation."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x: x itself, overwritten, or a new tensor."""
+        """The sum of all ranks' x: in place, or a new tensor."""
         return x
 
     def linear(self, ops: Ops, x: Activations, weight: Weight, bias: Tensor | None) -> Summand:
-        """`ops.linear`, for `add_rms_norm`, which must be the next operation."""
+        """`ops.linear`; its result may only go to `add_rms_norm`, as the next operation."""
         return (ops.summand if self.size == 1 else ops.linear)(x, weight, bias)
 
     def add_rms_norm(
@@ -61,15 +62,15 @@ class Communicator:
         return ops.add_rms_norm(summed, residual, weight, eps, reader)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[rows, columns] -> [rows, size * columns]: the ranks' columns, in their order."""
+        """[rows, columns] -> [rows, size * columns]: the columns in rank order."""
         return x
 
     def broadcast(self, x: Tensor) -> None:
-        """Overwrite x by rank 0's."""
+        """Overwrite x with rank 0's."""
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values."""
         return value
 
     def close(self) -> None:
-        """Once the other ranks have ended, which may write to this one's memory until then."""
+        """Call after the other ranks have ended: until then they may write to our memory."""

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention.attention import AttentionBackend
-from .decoder import Attention, DecoderLayer
-from .layers import MLP, Embedding, Linear, Outputs, RMSNorm, RotaryEmbedding
+from .construction.decoder import make_attention, make_layer
+from .construction.layers import all_outputs, make_embedding, make_linear, make_mlp, make_norm
+from .layers import Embedding, Linear, RMSNorm
 from .model_config import ModelConfig
+from .rotary import make_rotary_embedding
 from .weights.placement import Placement
 
 
@@ -73,23 +75,23 @@ class Eagle3Head:
         self._vocab_size, self._has_normed_residual = config.vocab_size, has_normed_residual
         placement = placement.of_model()
         self.targets = placement.targets
-        self._embed = embed or Embedding("embed_tokens", config.vocab_size, hidden, placement)
-        self._lm_head = lm_head or Embedding(
+        self._embed = embed or make_embedding("embed_tokens", config.vocab_size, hidden, placement)
+        self._lm_head = lm_head or make_embedding(
             "lm_head", num_drafted, hidden, placement, is_head=True
         )
-        self._fc = Linear([Outputs.whole("fc", hidden)], num_features, placement)
+        self._fc = make_linear(Linear, [all_outputs("fc", hidden)], num_features, placement)
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(name, hidden, eps, placement)
+            return make_norm(name, hidden, eps, placement)
 
         self._input_norm = norm("midlayer.input_layernorm")
         self._hidden_norm = norm("midlayer.hidden_norm")
         self._post_attention_norm = norm("midlayer.post_attention_layernorm")
         self._norm = norm("norm")
-        self._attention = Attention(0, "midlayer.self_attn", config, placement, 2 * hidden)
+        self._attention = make_attention(0, "midlayer.self_attn", config, placement, 2 * hidden)
         inner, has_bias = config.intermediate_size, config.has_mlp_bias
-        self._mlp = MLP("midlayer.mlp", hidden, inner, placement, has_bias=has_bias)
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, placement.device)
+        self._mlp = make_mlp("midlayer.mlp", hidden, inner, placement, has_bias=has_bias)
+        self._rotary = make_rotary_embedding(config.rope, config.head_dim, placement.device)
         self.offsets = torch.zeros(num_drafted, dtype=torch.int64, device=placement.device)
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -141,13 +143,13 @@ class MtpHead:
         self.targets = placement.targets
         self._embed, self._lm_head = embed, lm_head
         self._token_norm, self._hidden_norm, self._final_norm = (
-            RMSNorm(f"{prefix}.{name}_layernorm", hidden, eps, placement)
+            make_norm(f"{prefix}.{name}_layernorm", hidden, eps, placement)
             for name in ("token", "hidden", "final")
         )
-        outputs = [Outputs.whole(f"{prefix}.input_proj", hidden)]
-        self._input = Linear(outputs, 2 * hidden, placement)
-        self._layer = DecoderLayer(0, 0, config, placement, None, prefix)
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, placement.device)
+        outputs = [all_outputs(f"{prefix}.input_proj", hidden)]
+        self._input = make_linear(Linear, outputs, 2 * hidden, placement)
+        self._layer = make_layer(0, 0, config, placement, None, prefix)
+        self._rotary = make_rotary_embedding(config.rope, config.head_dim, placement.device)
 
     def fuse(self, features: Tensor) -> Tensor:
         """See DraftHead."""

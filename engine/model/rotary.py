@@ -7,7 +7,17 @@ import math
 import torch
 from torch import Tensor
 
+from .layers import RotaryEmbedding
 from .rope_config import DynamicScaling, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+
+
+def make_rotary_embedding(rope: RopeConfig, head_dim: int, device: torch.device) -> RotaryEmbedding:
+    scaling = rope.scaling
+    if isinstance(scaling, DynamicScaling):
+        table = dynamic_inv_freq(rope.theta, scaling, head_dim).to(device)
+        return RotaryEmbedding(table, trained_length=scaling.max_position_embeddings)
+    scale = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
+    return RotaryEmbedding(inv_freq(rope, head_dim).to(device), scale)
 
 
 def inv_freq(rope: RopeConfig, head_dim: int) -> Tensor:

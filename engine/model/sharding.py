@@ -1,9 +1,9 @@
-"""What one of several ranks holds of a model: tensor parallelism as arithmetic.
+"""The part of a model that one rank holds: tensor parallelism as arithmetic.
 
-    heads         0 1 | 2 3 | 4 5 | 6 7      4 ranks, 8 heads, 2 KV heads: a KV head lies on all
-    KV heads       0  |  0  |  1  |  1       ranks whose heads look at it
-    vocabulary    ceil(vocab / 4) rows each, those of the last ranks perhaps in part padding
-    experts       a part of the inner dimension of each, or with --enable-expert-parallel some whole
+    heads         0 1 | 2 3 | 4 5 | 6 7      4 ranks, 8 heads, 2 KV heads: a KV head is on all
+    KV heads       0  |  0  |  1  |  1       ranks whose heads use it
+    vocabulary    ceil(vocab / 4) rows each, on the last ranks partly padding
+    experts       a part of each one's inner dimension; with --enable-expert-parallel some whole
 
 Knows no tensor and no process.
 """
@@ -20,7 +20,7 @@ from .weights.int4_layout import NUMBERS_OF_WORD
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """One rank's attention heads, and the KV heads that these look at."""
+    """One rank's attention heads, and the KV heads that they use."""
 
     first_head: int
     num_heads: int
@@ -29,7 +29,7 @@ class Heads:
 
 
 def heads_of_rank(config: ModelConfig, rank: int, size: int) -> Heads:
-    """The heads of one of `size` ranks; `check_divisible` holds of the model."""
+    """The heads of one of `size` ranks, for a model that `check_divisible` accepts."""
     num_heads = config.num_heads // size
     first_kv_head = rank * config.num_kv_heads // size
     num_kv_heads = max(1, config.num_kv_heads // size)
@@ -45,8 +45,8 @@ def check_divisible(
 ) -> None:
     """Raise StartupFailed, naming both numbers, if `size` ranks cannot share the model.
 
-    `has_expert_parallel`: each is to have some of its experts whole. `stays_quantised`:
-    weights are not dequantised as they are loaded.
+    `has_expert_parallel`: each rank gets some experts whole. `stays_quantised`: weights are not
+    dequantised as they are loaded.
     """
     if has_expert_parallel and config.experts is None:
         raise StartupFailed(f"--enable-expert-parallel: {config.architecture} has no experts")
@@ -65,7 +65,7 @@ def check_divisible(
 
 
 def _why_not_even(config: ModelConfig, size: int, has_expert_parallel: bool) -> str:
-    """Empty if `size` ranks can have even parts of the model."""
+    """Why `size` ranks cannot have equal parts of the model; empty if they can."""
     counts, experts = {"num_attention_heads": config.num_heads}, config.experts
     if experts is not None:
         if has_expert_parallel:
@@ -84,8 +84,8 @@ def _why_not_even(config: ModelConfig, size: int, has_expert_parallel: bool) -> 
 def _why_not_quantised(
     config: ModelConfig, size: int, *, has_expert_parallel: bool, stays_quantised: bool
 ) -> str:
-    """Empty if no rank's part cuts a block of weights with one scale, or of int4 in a checkpoint a
-    group or word."""
+    """Why a rank's part would cut a block of weights that has one scale, or of int4 in a checkpoint
+    a group or word; empty if none does."""
     quantization, inners = config.quantization, _inner_sizes(config)
     if quantization is None:
         return ""
@@ -107,7 +107,7 @@ def _why_not_quantised(
 
 
 def _inner_sizes(config: ModelConfig) -> dict[str, int]:
-    """Of what is no expert that is chosen."""
+    """The inner dimensions of all MLPs but the routed experts."""
     sizes, experts = {"intermediate_size": config.intermediate_size}, config.experts
     if experts is not None and experts.shared_intermediate_size is not None:
         sizes["shared_expert_intermediate_size"] = experts.shared_intermediate_size

@@ -1,15 +1,14 @@
-"""The stages of a pipeline: which layers each has, as arithmetic, and a rank's place among them.
+"""The stages of a pipeline: the layers of each, as arithmetic, and a rank's place among them.
 
     stage 0                   stage 1          stage 2
     embedding, layers 0..11   layers 12..22    layers 23..31, norm, LM head
 
-A pipeline is as fast as its slowest stage. Where an engine decodes, a stage costs the number of
-weights that a step reads: those of its layers and, on the last, of the LM head, which is as many as
-those of several layers where a vocabulary is large. Where it computes prompts alone, it costs the
-number of weights that each token is multiplied by: of a mixture those of the experts that it
-chooses, and not the head's, which only the last token needs. Among divisions of the same
-cost the one is chosen whose largest stage holds the fewest weights; that counts the embedding too.
-Knows no process.
+A pipeline is as fast as its slowest stage. If the engine decodes, a stage's cost is the number of
+weights that a step reads: those of its layers and, on the last stage, of the LM head, which with a
+large vocabulary has as many as several layers. If it computes only prompts, the cost is the number
+of weights that each token is multiplied by: of experts only the chosen ones, and without the LM
+head, which only the last token needs. Among divisions of equal cost the one is chosen whose largest
+stage, embedding included, holds the fewest weights. Knows no process.
 """
 
 from __future__ import annotations
@@ -46,43 +45,43 @@ class LayerRange:
 
 
 class Stages:
-    """One rank's place in a pipeline, between the same rank of the stage before and of the one
-    behind; this one is the only stage. Tensors pass in the order of the calls."""
+    """One rank's place in a pipeline, between the same rank of the previous and the next stage.
+    This base class is for a single stage. Tensors are transferred in the order of the calls."""
 
     stage: int = 0
     num_stages: int = 1
     can_be_captured = True  # whether a CUDA graph may hold `receive` and `send`
 
     def connect(self) -> None:
-        """Before the first operation."""
+        """Call before the first operation."""
 
     def begin(self) -> None:
-        """All is loaded and captured: from now on `receive` and `send` alone. Until then stages may
-        pass nothing on by these two: what is computed is looked at by nobody."""
+        """All is loaded and captured: only `receive` and `send` follow. Before this call these two
+        need not transfer anything, since nobody uses the results."""
 
     def receive(self, x: Tensor) -> None:
-        """Overwrite x by what the stage before sends, of the same shape and type."""
+        """Overwrite x with what the previous stage sends, of the same shape and type."""
         raise AssertionError("the first stage has nobody to receive from")
 
     def send(self, x: Tensor) -> None:
-        """To the stage behind; x must not be written to any more, on a GPU but in the order of the
-        stream."""
+        """Send x to the next stage. It must not be overwritten afterwards; on a GPU only in stream
+        order."""
         raise AssertionError("the last stage has nobody to send to")
 
     def least(self, value: int) -> int:
-        """Of the values of all stages."""
+        """The smallest of all stages' values."""
         return value
 
     def broadcast(self, x: Tensor) -> None:
-        """Overwrite x by that of the first stage."""
+        """Overwrite x with the first stage's."""
 
     def close(self) -> None:
-        """Once nothing is in flight; another stage's operation then fails."""
+        """Call when nothing is in flight. Other stages' operations then fail."""
 
 
 def layer_ranges(config: ModelConfig, num_stages: int, *, decodes: bool = True) -> list[LayerRange]:
-    """The layers of each of `num_stages` stages, of an engine that decodes or computes prompts
-    alone. Raises StartupFailed if there are too few layers."""
+    """The layers of each of `num_stages` stages; `decodes`: else the engine computes only prompts.
+    Raises StartupFailed if there are too few layers."""
     num_layers = config.num_layers
     if num_stages > num_layers:
         raise StartupFailed(
@@ -115,8 +114,8 @@ def _divide(
     cost: Callable[[int, int], int],
     is_allowed: Callable[[int, int], bool],
 ) -> tuple[int, list[int]]:
-    """The least that the dearest of the stages can cost, and where each stage ends; the earlier
-    stages of two equal divisions are the longer ones."""
+    """The smallest possible cost of the most expensive stage, and the end of each stage. Of equal
+    divisions the one with longer earlier stages."""
 
     @cache
     def best(first: int, stages: int) -> tuple[int, list[int]] | None:
@@ -138,7 +137,8 @@ def _divide(
 
 
 def _layer_weights(config: ModelConfig, index: int, *, of_a_token: bool = False) -> int:
-    """Numbers in the matrices of a layer; or in those that one token is multiplied by."""
+    """The number of weights of a layer; with `of_a_token` of those that one token is multiplied
+    by."""
     width, experts = config.hidden_size, config.experts
     attention = 2 * width * config.head_dim * (config.num_heads + config.num_kv_heads)
     if experts is None or index not in experts.layers:

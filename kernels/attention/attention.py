@@ -1,13 +1,13 @@
-"""What the model knows of attention: plan once per step, run once per layer.
+"""The interface of attention backends: plan once per step, run once per layer.
 
     tokens of a step:  | slice 0 ........ | slice 1 | slice 2 ... |     flat, no padding
     slice i:           query_lens[i] new tokens, the last of seq_lens[i] positions in its sequence
 
-A slice of one token is a decode, as is one with drafts behind it, which gives each of its rows what
-a decode of its own would; a longer one is a prefill chunk. All see earlier context through
-their block table. A backend norms and rotates q and k, writes the new K and V to the pool and
-attends; no slice's result depends on another slice. attention_torch.py is the backend on CPUs, and
-the reference for the others.
+A slice of one token is a decode. So is one token followed by drafts, whose rows all get what a
+decode of their own would give; any other slice is a prefill chunk. Slices read earlier context
+through their block tables. A backend norms and rotates q and k, writes the new K and V to the pool
+and attends; a slice's result does not depend on other slices. attention_torch.py is the backend for
+CPUs, and the reference for the others.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _INT32S = {array, memoryview}
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """One step. Host values, but `slot_mapping` [tokens] int64, which lies on the device.
+    """One step. All values are on the host, but `slot_mapping` [tokens] int64 is on the device.
 
-    A block table may be longer than its sequence needs. `num_decodes`: so many slices at the
-    beginning are decodes, of one token or several with drafts; what follows them is treated as
+    A block table may be longer than its sequence needs. `num_decodes`: the number of decodes, which
+    come first, each of one token or several with drafts; the slices after them are treated as
     prefill. `is_graph`: all slices are decodes, and the step is captured in, or replayed from, a
-    CUDA graph of so many. `graph_decodes`: so is this one, a graph of as many tokens as the slices
-    have, with room for so many tokens of decodes; the other slices are all treated as prefill: at
-    most MAX_GRAPH_SLICES with at most MAX_GRAPH_TOKENS together.
+    CUDA graph of so many. `graph_decodes`: the step is captured or replayed with a graph that has
+    room for so many tokens of decodes; all other slices are treated as prefill, at most
+    MAX_GRAPH_SLICES of at most MAX_GRAPH_TOKENS together.
     """
 
     query_lens: Sequence[int]
@@ -52,10 +52,10 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of a flat batch over the paged pool that the backend was made with."""
+    """Causal attention of a flat batch over the backend's paged KV pool."""
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Prepare a step: everything that is the same for all layers."""
+        """Prepare a step: what is the same for all layers."""
         ...
 
     def run(
@@ -75,7 +75,8 @@ class AttentionBackend(Protocol):
 
 
 def max_graph_blocks(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
-    """Of all prefill slices in a CUDA graph: prompts, and padding of up to all of its tokens."""
+    """The most blocks of all prefill slices in a CUDA graph: those of prompts, and of a padding
+    slice of up to all of its tokens."""
     num_of_prompt = -(-max_model_len // block_size)
     num_of_padding = -(-(max_num_seqs + MAX_GRAPH_TOKENS) // block_size)
     return (MAX_GRAPH_SLICES - 1) * num_of_prompt + num_of_padding
@@ -84,17 +85,17 @@ def max_graph_blocks(max_num_seqs: int, max_model_len: int, block_size: int) -> 
 def flatten_tables(
     seq_lens: Sequence[int] | NDArray[Any], block_tables: BlockTables, block_size: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The needed part of all block tables behind each other, as `join_tables` has them."""
+    """`join_tables` of the part of each block table that its sequence needs."""
     counts = -(-np.asarray(seq_lens, np.int64) // block_size)
     pairs = zip(block_tables, counts.tolist(), strict=True)
     return join_tables([table[:count] for table, count in pairs])
 
 
 def join_tables(block_tables: BlockTables) -> tuple[NDArray[Any], NDArray[Any]]:
-    """All block tables behind each other: (indptr, indices), int32.
+    """Concatenate block tables: (indptr, indices), int32.
 
     Sequence i's blocks are indices[indptr[i] : indptr[i + 1]]. Tables that are arrays of int32, or
-    views of such, are copied as they are: 2,000 blocks in a microsecond.
+    views of such, are copied without conversion: 2,000 blocks in a microsecond.
     """
     if not _INT32S.issuperset(map(type, block_tables)):
         block_tables = [t if type(t) in _INT32S else array("i", t) for t in block_tables]

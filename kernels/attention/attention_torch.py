@@ -1,4 +1,4 @@
-"""Attention in torch, slice by slice: the backend on CPUs, and the reference for those of GPUs."""
+"""Attention in plain torch, slice by slice: the CPU backend, and the reference for GPU backends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..kv.kv_blocks import HeadNorms, apply_rope, block_rows, norm_heads, store_
 from ..products.weights import Fp8Weight
 from .attention import AttentionMetadata
 
-_TILE_TOKENS = 128  # query rows at a time: skips most of the upper triangle
+_TILE_TOKENS = 128  # query rows at a time: skips most masked keys of long prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +24,17 @@ class _Slice:
     last: int
     seq_len: int
     is_decode: bool
-    rows: tuple[Tensor, ...]  # for each layer [2 * kv_heads * blocks]
+    rows: tuple[Tensor, ...]  # for each layer [2 * kv_heads * blocks]: see block_rows
 
 
 class TorchAttention:
     """An AttentionBackend over `pool`.
 
     A slice's K and V are gathered to exactly its length, so no other sequence and no stale slot
-    behind its end can reach the result, not even as NaN times zero; and gathered pieces stay in the
-    cache, which a padded batch of all decodes would not. `windows`: how many positions each layer
-    sees, the token's own included; None sees all. `dtype` is what is computed in, over a pool of 8
-    bits; over any other the pool's own.
+    past its end can affect the result, not even as NaN times zero. Gathered slices also fit the CPU
+    cache, which a padded batch of all decodes does not. `windows`: the sliding window of each layer
+    in positions, the token's own included; None: no window. `dtype` of the computation over a pool
+    of 8 bits; over any other pool its own type.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class TorchAttention:
         return torch.cat(tiles).flatten(1)
 
     def _run_slice(self, layer: int, s: _Slice, q: Tensor) -> Iterator[Tensor]:
-        """q [tokens, heads, dim] of the step -> the slice's part, in tiles: of a decode, each of
-        whose drafts is one of its own, in single rows."""
+        """q [tokens, heads, dim] of the step -> the slice's outputs in tiles. Rows of a decode are
+        computed one by one, its drafts too."""
         gathered = self._pieces.index_select(0, s.rows[layer])
         if self._is_8bit:
             gathered = dequantize(gathered, self._dtype)
@@ -107,9 +107,9 @@ class TorchAttention:
     def _run_decode(
         self, q: Tensor, k: Tensor, v: Tensor, last_key: int, window: int | None
     ) -> Tensor:
-        """q [1, heads, dim]: the position before `last_key` -> the same shape."""
+        """q [1, heads, dim] of position last_key - 1 -> the same shape."""
         first_key = 0 if window is None else max(0, last_key - window)
-        # The heads of a group see the same keys: they pass as query rows of one head.
+        # The heads of a group attend to the same keys: they are computed as rows of one head.
         grouped = q.view(1, self._kv_heads, -1, self._head_dim)
         k, v = k[:, :, first_key:last_key], v[:, :, first_key:last_key]
         return F.scaled_dot_product_attention(grouped, k, v).reshape(q.shape)
@@ -117,7 +117,7 @@ class TorchAttention:
     def _run_tile(
         self, q: Tensor, k: Tensor, v: Tensor, last_key: int, window: int | None
     ) -> Tensor:
-        """q [t, heads, dim]: the t positions before `last_key` -> the same shape."""
+        """q [t, heads, dim] of positions [last_key - t, last_key) -> the same shape."""
         kv_heads, t = self._kv_heads, len(q)
         first_key = 0 if window is None else max(0, last_key - t + 1 - window)
         num_keys = last_key - first_key
@@ -132,9 +132,9 @@ class TorchAttention:
         return out.permute(2, 0, 1, 3).reshape(q.shape)
 
     def _grow_masks(self, num_keys: int) -> None:
-        """Keep one mask [tile, length >= num_keys] for each window, aligned to its lower right.
+        """Keep one mask [tile, length >= num_keys] for each window.
 
-        Its own lower right corner of any size is the mask of a smaller tile over fewer keys.
+        Its lower right corner of any size is the mask of a smaller tile over fewer keys.
         """
         for window, mask in self._masks.items():
             if num_keys > mask.shape[1]:

@@ -1,6 +1,6 @@
-"""The element-wise and linear parts of a model, as one small set of operations.
+"""The element-wise and linear operations of a model.
 
-`Ops` is in plain torch: it serves CPUs and is the reference. ops_triton.TritonOps serves GPUs.
+`Ops` is in plain torch: for CPUs, and the reference. ops_triton.TritonOps is for GPUs.
 """
 
 from __future__ import annotations
@@ -24,15 +24,11 @@ from ..products.weights import (
 class Ops:
     """All tensors are contiguous, [tokens, ...], and of the model's type.
 
-    `reader`: the weight of the product that reads a result, and nothing else does: the result may
-    be quantised for it.
+    `reader`: the FP8 weight of the only product that reads a result, which may be quantised for it.
     """
 
     def linear(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
-        """x @ weight^T + bias; weight [outputs, inputs].
-
-        With a weight in FP8 x is quantised for it too.
-        """
+        """x @ weight^T + bias; weight [outputs, inputs]. For an FP8 weight x is quantised too."""
         if isinstance(weight, Tensor):
             assert isinstance(x, Tensor)
             return _product(x, weight, bias)
@@ -46,7 +42,7 @@ class Ops:
     def summand(
         self, x: Activations, weight: Weight, bias: Tensor | None
     ) -> Tensor | Unscaled | Summands:
-        """`linear`, for `add_rms_norm`."""
+        """`linear`, in a form that only `add_rms_norm` reads."""
         return self.linear(x, weight, bias)
 
     def gated_linear(
@@ -64,7 +60,7 @@ class Ops:
     ) -> Activations:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019).
 
-        The mean is taken in float32 whatever the type of `x`.
+        The mean is computed in float32 for any type of `x`.
         """
         return F.rms_norm(x, weight.shape, weight, eps)
 
@@ -76,17 +72,17 @@ class Ops:
         eps: float,
         reader: Fp8Weight | None = None,
     ) -> Activations:
-        """Add x to `residual` in place; the norm of the sum."""
+        """Add x to `residual` in place; return the norm of the sum."""
         assert isinstance(x, Tensor)
         return self.rms_norm(residual.add_(x), weight, eps, reader)
 
     def experts(self, x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Tensor:
-        """The weighted sum of each token's experts, of those that this rank has; like x.
+        """The weighted sum of each token's experts on this rank; same shape as x.
 
-        Here one expert after the other, over the tokens that chose it.
+        Computes one expert after the other, over the tokens that chose it.
         """
-        # BLAS sums few outputs in an order that depends on the number of rows: rounded from
-        # float64, a row's logits do not.
+        # BLAS sums few outputs in an order that depends on the number of rows. Rounded from
+        # float64, a row's logits do not depend on it.
         logits = F.linear(x.double(), mixture.router.double()).float()
         weights, chosen = choose_experts(logits, mixture)
         weights = weights.to(x.dtype)
@@ -106,13 +102,13 @@ class Ops:
     def experts_summand(
         self, x: Tensor, mixture: Mixture, loads: LayerLoads | None
     ) -> Tensor | Summands:
-        """`experts`, for `add_rms_norm`, where this rank has all of them."""
+        """`experts` on a rank that has all of them, in a form that only `add_rms_norm` reads."""
         return self.experts(x, mixture, loads)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """BLAS multiplies a single row by another routine, whose sums round differently. It is computed
-    twice: a decode alone gives bit for bit what it gives in a batch."""
+    """F.linear. A single row is computed as two: BLAS has another routine for one row, which rounds
+    differently, and a decode alone must give bit for bit what it gives in a batch."""
     if len(x) == 1:
         return F.linear(x.expand(2, -1), weight, bias)[:1]
     return F.linear(x, weight, bias)

@@ -1,6 +1,6 @@
-"""How one token is to be sampled: a request's parameters, and what its sequence adds to them.
+"""How to sample one token: a request's parameters and the state of its sequence.
 
-Made by the scheduler, read by the samplers of both devices. Needs no torch.
+Made for each step, read by the samplers of CPU and GPU. Needs no torch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def needs_more_than_noise(params: SamplingParams) -> bool:
 
 
 class Counts(Protocol):
-    """What penalties look at, as parallel arrays: every token id that occurred, once, and how often
-    in the output, perhaps 0."""
+    """The tokens that penalties apply to, as parallel arrays: each distinct token id of prompt and
+    output, and its number of occurrences in the output, which may be 0."""
 
     @property
     def token_ids(self) -> NDArray[np.int64]: ...
@@ -38,17 +38,18 @@ class Counts(Protocol):
 
 
 class SampleSpec(NamedTuple):
-    """How to sample the token behind a slice's last position. A tuple: a step makes hundreds.
+    """How to sample the next token after a slice's last position. A tuple, since a step makes
+    hundreds.
 
-    `forbidden_ids` must not be chosen (min_tokens). `counts` is there if the parameters have any
-    penalty, and valid until `launch` returns. Each of `fork_keys` asks for one more sample from the
-    same logits. `allowed` [words]: bit i % 32 of word i // 32 says whether token i may be chosen,
-    and none of words that are not there may; None: each may. `num_candidates`: of a beam, how many
-    of its likeliest tokens are wanted.
+    `forbidden_ids` must not be chosen (min_tokens). `counts` is given if the parameters have a
+    penalty, and valid until `launch` returns. Each of `fork_keys` requests one more sample from the
+    same logits. `allowed` [words]: bit i % 32 of word i // 32 is set if token i may be chosen;
+    tokens past its end may not; None: all may. `num_candidates`: how many of the likeliest tokens a
+    beam needs.
     """
 
     params: SamplingParams
-    key: int  # request.token_key of the position that is sampled; 0 where none is drawn
+    key: int  # request.token_key of the sampled position; 0 if nothing is drawn
     forbidden_ids: Sequence[int] = ()
     counts: Counts | None = None
     fork_keys: tuple[int, ...] = ()
@@ -57,12 +58,12 @@ class SampleSpec(NamedTuple):
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything is to be added to, or taken from, the logits."""
+        """Whether logits are adjusted before the temperature is applied."""
         params, _, forbidden_ids, counts, _, allowed, _ = self
         has_sparse = bool(forbidden_ids or params.logit_bias)
         return has_sparse or counts is not None or allowed is not None
 
     @property
     def needs_more_than_noise(self) -> bool:
-        """Whether temperature and noise are not all there is to the token."""
+        """Whether sampling does more than apply temperature and noise."""
         return self.changes_logits or needs_more_than_noise(self.params)

@@ -1,11 +1,11 @@
-"""From logits to tokens: temperature, and noise from a key. What few requests ask of their logits
-before is logit_adjustment.py.
+"""From logits to tokens: temperature, and noise from a key. Penalties, masks and filters are
+logit_adjustment.py.
 
     noise[id] = gumbel(mix64(key + (id + 1) * GOLDEN))        splitmix64's stream seeded by key
     token     = argmax(filtered(adjusted(logits) / temperature) + noise)
 
-which draws from the softmax of the filtered logits (Gumbel-max). No generator, no state: a token
-depends on its own logits and key, never on the batch. The integers are exact on every device.
+which draws from the softmax of the filtered logits (Gumbel-max). There is no generator state: a
+token depends only on its logits and key, not on the batch. Integers are exact on every device.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ _LARGEST_BELOW_ONE = 1 - 2.0**-24
 def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> tuple[Tensor, Tensor]:
     """logits [rows, vocab] -> token ids [rows] int64 and their log-probabilities [rows] float32.
 
-    A temperature of 0 is greedy: it ignores filters and key, and takes the lowest id of equals. The
-    log-probability is under the unadjusted, unfiltered distribution at temperature 1, whatever the
-    row asks for; it is NaN if the logits are no distribution (NaN or +inf among them), and the
-    token then means nothing.
+    Temperature 0 is greedy: it ignores filters and key, and the lowest id wins a tie. The
+    log-probability is always of the unadjusted, unfiltered distribution at temperature 1. It is NaN
+    if the logits contain NaN or +inf; the token is then invalid.
     """
     logits = logits.float()
     scores = adjusted(logits, specs)
@@ -44,7 +43,7 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> tuple[Tensor, Tensor]
 
 
 def adjusted(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """logits [rows, vocab] float32 as their specs change them: the same tensor where none does."""
+    """logits [rows, vocab] float32, adjusted by their specs; the same tensor if none adjusts."""
     changing = [i for i, spec in enumerate(specs) if spec.changes_logits]
     if not changing:
         return logits
@@ -74,7 +73,7 @@ def _noisy(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise [rows, vocab] float32 for keys [rows], int64 bit patterns.
 
-    From a uniform v in (0, 1): -log(-log(1 - v)). Small v make the large noise that decides, and
+    From a uniform v in (0, 1): -log(-log(1 - v)). Small v give the large noise that decides, and
     float32 is finest near 0, so the tail is exact down to v = 2**-64.
     """
     ids = torch.arange(1, vocab_size + 1, device=keys.device)
@@ -84,17 +83,17 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
 
 
 def mix64(value: Tensor) -> Tensor:
-    """core.request.request.mix64 on int64 bit patterns; products wrap around."""
+    """core.request.request.mix64 on int64 bit patterns; products wrap."""
     value = (value ^ _shift_right(value, 30)) * as_signed(0xBF58476D1CE4E5B9)
     value = (value ^ _shift_right(value, 27)) * as_signed(0x94D049BB133111EB)
     return value ^ _shift_right(value, 31)
 
 
 def as_signed(value: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit integer."""
+    """The int64 with the same bits as an unsigned 64-bit integer."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _shift_right(value: Tensor, count: int) -> Tensor:
-    """Logical shift: `>>` alone would drag the sign bit along."""
+    """Logical shift: `>>` alone copies the sign bit."""
     return (value >> count) & ((1 << (64 - count)) - 1)

@@ -1,6 +1,5 @@
-"""What all links of an engine are sent from beside its loop: heartbeats, and why the process ends.
-
-Any thread may call; what it finds out about a link goes to the loop, by its inbox.
+"""Messages to all links of an engine from other threads than its loop's: heartbeats, and the reason
+why the process ends. Ends of links that it detects go to the loop's inbox.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _END_S = 0.3
 
 
 class Broadcast:
-    """One engine's, to `links` as they are at the time."""
+    """Sends to the links that exist at the time. Any thread may call."""
 
     def __init__(
         self,
@@ -32,7 +31,7 @@ class Broadcast:
         welcome: node_pb2.Welcome,
         silence_s: float,
     ) -> None:
-        """`watch_writes`, which the loop calls: there may be something unsent. A peer that is
+        """The loop calls `watch_writes` for a link that may have something unsent. A peer that is
         silent for `silence_s` is lost."""
         self._links = links
         self._put, self._watch_writes = put, watch_writes
@@ -44,13 +43,13 @@ class Broadcast:
 
     @contextlib.contextmanager
     def greeting(self) -> Iterator[list[bytes]]:
-        """What a gateway gets first. Its link joins the others in this scope, in which no heartbeat
-        is sent."""
+        """The first messages to a gateway. Its link is added within this scope, in which no
+        heartbeat is sent."""
         with self._beating:
             yield list(filter(None, (self._welcome, self._heartbeat)))
 
     def heartbeat(self, numbers: node_pb2.Heartbeat) -> None:
-        """To all gateways; peers get an empty frame, and are listened for."""
+        """Send `numbers` to all gateways and an empty frame to peers; look for silent peers."""
         payload = node_pb2.NodeMessage(heartbeat=numbers).SerializeToString()
         with self._beating:
             self._heartbeat = payload
@@ -59,7 +58,7 @@ class Broadcast:
         self._listen_for_peers()
 
     def _listen_for_peers(self) -> None:
-        """A network whose proxies still take what is sent, or a peer that hangs, is silent."""
+        """Report silent peers as lost: hung ones, or those behind proxies that still take data."""
         now_s = time.monotonic()
         stood_still = now_s - self._last_beat_s > self._silence_s / 2
         self._last_beat_s = now_s
@@ -67,14 +66,14 @@ class Broadcast:
             if link.kind is Kind.GATEWAY:
                 continue
             if stood_still:
-                link.channel.forgive()
+                link.channel.restart_silence()
             elif link.channel.is_silent(self._silence_s):
                 reason = f"nothing came for {self._silence_s:g} s"
                 self._put(LinkOver(link, NodeLost(reason)))
 
     def end(self, error: BatonError) -> None:
-        """Report to all gateways why the process ends; returns when they know, or have had their
-        time. Nothing more is sent after it.
+        """Send to all gateways why the process ends; returns when they have hung up, or after a
+        timeout. Nothing can be sent after it.
         """
         message = node_pb2.NodeMessage(engine_ended=codec.error_to_wire(error))
         payload = message.SerializeToString()
@@ -89,7 +88,7 @@ class Broadcast:
         _wait_for_ends([link.channel for link in gateways])
 
     def _send(self, link: Link, payload: bytes) -> None:
-        """Without touching the inbox's sockets, which are the loop's."""
+        """Send without touching the inbox's sockets, which belong to the loop."""
         if link.channel.is_closed:
             return
         try:
@@ -102,13 +101,13 @@ class Broadcast:
 
 
 def _wait_for_ends(channels: Sequence[Channel]) -> None:
-    """Drop what comes until the other ends hang up, for a moment.
+    """Discard input until the other ends hang up, or a timeout.
 
-    The end of a connection with something unread costs the other side what it has not read yet.
+    Closing a connection with unread input resets it, and the other side loses unread output.
     """
     until_s = time.monotonic() + _END_S
     poll, by_fd = select.poll(), {channel.fileno(): channel for channel in channels}
-    by_fd.pop(-1, None)  # the loop's thread has closed them
+    by_fd.pop(-1, None)  # closed by the loop's thread
     for fd in by_fd:
         poll.register(fd, select.POLLIN)
     while by_fd and (left_s := until_s - time.monotonic()) > 0:

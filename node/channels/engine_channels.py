@@ -1,12 +1,11 @@
-"""All channels of one engine: to gateways, to pullers, to the sources that it dialled.
+"""All channels of one engine: to gateways, to pullers, and to the sources that it dialled.
 
     listener, dialer ── Link ────► inbox ──► `add`        the loop's thread owns every channel;
-    gateways, peers  ── frames ──► inbox ──► Received     heartbeats come from one of their own
+    gateways, peers  ── frames ──► inbox ──► Received     heartbeats are sent by their own thread
     loop ── to_gateway, to_peer ──► frames
 
-A pair of engines has a channel for each direction of pulls: a newer one takes the place of an
-older. What belongs to a channel that was closed meanwhile is dropped by whoever handles the items.
-Knows no request.
+A pair of engines has one channel for each direction of pulls; a newer one replaces an older one.
+The loop drops items of a channel that has been closed since. Knows no request.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineChannels:
-    """Belongs to the loop's thread, but for its `broadcast`, which any thread may call."""
+    """Used by the loop's thread only; any thread may call `broadcast`."""
 
     def __init__(
         self,
@@ -41,76 +40,80 @@ class EngineChannels:
         on_over: Callable[[Link], None] = lambda link: None,
         silence_s: float = LOST_S,
     ) -> None:
-        """`on_over` gets each link that ends; a peer that is silent for `silence_s` is lost."""
+        """`on_over` is called with each link that ends. A peer that is silent for `silence_s` is
+        lost."""
         self._inbox = inbox
         self._on_over = on_over
-        self.broadcast = Broadcast(self._links, inbox.put, self.watch_writes, welcome, silence_s)
-        self._by_kind: dict[Kind, dict[str, Link]] = {kind: {} for kind in Kind}
+        self._links: dict[tuple[Kind, str], Link] = {}  # by name
+        self.broadcast = Broadcast(
+            self._all_links, inbox.put, self.watch_writes, welcome, silence_s
+        )
 
     def close(self) -> None:
-        for link in self._links():
+        for link in self._all_links():
             self.remove(link)
 
-    def _links(self) -> list[Link]:
-        # Each kind's at once: another thread may look while links come and go.
-        return [link for links in self._by_kind.values() for link in [*links.values()]]
-
-    @property
-    def _gateways(self) -> dict[str, Link]:
-        return self._by_kind[Kind.GATEWAY]
+    def _all_links(self) -> list[Link]:
+        """May be called by any thread: the copy is atomic."""
+        return [*self._links.values()]
 
     def ledger(self) -> dict[str, object]:
         """Who is linked, by kind."""
-        return {"links": {kind.value: [*links] for kind, links in self._by_kind.items()}}
+        return {
+            "links": {
+                kind.value: [name for each, name in self._links if each is kind] for kind in Kind
+            }
+        }
 
     @property
     def has_unsent(self) -> bool:
-        """Whether a gateway has not taken yet what was sent to it."""
-        return any(gateway.channel.has_unsent for gateway in self._gateways.values())
+        """Whether something is still to be written to a gateway."""
+        return any(
+            link.channel.has_unsent for link in self._links.values() if link.kind is Kind.GATEWAY
+        )
 
     def add(self, link: Link) -> Link | None:
-        """A link stands; returns the older one of the same pair, which is over."""
-        links = self._by_kind[link.kind]
-        older = links.get(link.name)
+        """Add a new link; returns the older one of the same pair, which has been removed."""
+        older = self._links.get((link.kind, link.name))
         if older is not None:
             self.remove(older)
         self._inbox.watch(link.channel, lambda: self._read(link))
         log.info("linked with %s", link)
         with self.broadcast.greeting() as payloads:
-            links[link.name] = link
+            self._links[link.kind, link.name] = link
             if link.kind is Kind.GATEWAY:
                 for payload in payloads:
                     self._send(link, payload)
         return older
 
     def remove(self, link: Link) -> None:
-        """End a link. A second time does nothing."""
+        """Close a link, if it is open."""
         if link.channel.is_closed:
             return
-        del self._by_kind[link.kind][link.name]
-        self._inbox.forget(link.channel)
+        del self._links[link.kind, link.name]
+        self._inbox.unwatch(link.channel)
         link.channel.close()
         self._on_over(link)
 
     def watch_writes(self, link: Link) -> None:
-        """Send the rest once there is room, if anything is left."""
+        """If anything is unsent, send it once there is room."""
         if not link.channel.is_closed:
             self._inbox.watch_writes(link.channel, link.channel.has_unsent)
 
     # -- out ---------------------------------------------------------------------------------------
 
     def to_gateway(self, name: str, message: node_pb2.NodeMessage) -> None:
-        """Goes nowhere if the gateway is gone."""
-        if (link := self._gateways.get(name)) is not None:
+        """Does nothing if the gateway is gone."""
+        if (link := self._links.get((Kind.GATEWAY, name))) is not None:
             self._send(link, message.SerializeToString())
 
     def to_peer(self, kind: Kind, incarnation: str, message: Message) -> None:
-        """Goes nowhere if the peer is gone."""
-        if (link := self._by_kind[kind].get(incarnation)) is not None:
+        """Does nothing if the peer is gone."""
+        if (link := self._links.get((kind, incarnation))) is not None:
             self._send(link, encode(message))
 
     def refuse(self, link: Link, error: BatonError) -> None:
-        """The last message of a link: why it ends. Whoever runs the loop removes it."""
+        """Send the last message of a link: why it ends. The caller has to remove the link."""
         if link.kind is Kind.GATEWAY:
             refused = node_pb2.NodeMessage(refused=codec.error_to_wire(error))
             self._send(link, refused.SerializeToString())
@@ -118,8 +121,8 @@ class EngineChannels:
             self._send(link, encode(Refused(error)))
 
     def end_peer(self, kind: Kind, incarnation: str, error: BatonError) -> None:
-        """Refuse a peer, and end its link once the loop comes to it."""
-        if (link := self._by_kind[kind].get(incarnation)) is not None:
+        """Refuse a peer; the loop ends its link when it gets the LinkOver."""
+        if (link := self._links.get((kind, incarnation))) is not None:
             self.refuse(link, error)
             self._inbox.put(LinkOver(link, error))
 
@@ -133,7 +136,7 @@ class EngineChannels:
     # -- in ----------------------------------------------------------------------------------------
 
     def _read(self, link: Link) -> Sequence[ChannelItem]:
-        """What the other end has sent; at last, that the link is over."""
+        """The other end's messages, then LinkOver if the link has ended."""
         channel = link.channel
         if channel.is_closed:
             return ()

@@ -1,4 +1,4 @@
-"""A link of an engine, one channel and who is at its other end, and what the loop gets of it."""
+"""A link of an engine, a channel and who is at its other end, and the loop's items of links."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Kind(enum.Enum):
 @dataclass(slots=True, eq=False)
 class Link:
     """One channel. `name`: a gateway's id or a peer's incarnation; `host`: where it was dialled;
-    `peer`: what the directory calls the engine at the other end, for people; empty: unknown.
+    `peer`: the directory's name of the engine at the other end, for logs; empty: unknown.
 
-    `ended_by`: why it is over, for people. `opens_late`: of a source that hands nothing off to us,
-    whose pool need not be opened before something is pulled.
+    `ended_by`: why it ended, for logs. `opens_late`: a source that hands nothing off to this
+    engine, whose pool the first pull opens.
     """
 
     kind: Kind
@@ -44,7 +44,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What the other end of a link sent, a gateway or a peer."""
+    """A message from the other end of a link."""
 
     link: Link
     message: node_pb2.GatewayMessage | Message | Refused
@@ -52,11 +52,11 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class LinkOver:
-    """Nothing more will come: `error` is why, which is not sent to the other end."""
+    """A link has ended; `error` is the reason, which is not sent to the other end."""
 
     link: Link
     error: BatonError
 
 
-# A link itself stands, and is the loop's from now on.
+# A Link itself: a new one, which the loop owns from then on.
 ChannelItem: TypeAlias = Link | Received | LinkOver

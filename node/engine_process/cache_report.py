@@ -1,6 +1,6 @@
-"""What an engine's cache has gained and lost, on its way to the supervisor's prefix index.
+"""Sends the changes of an engine's prefix cache to the supervisor, for the prefix index.
 
-Changes of a turn of the loop travel in one message, and add up while the supervisor does not read.
+The changes of a turn are sent in one message; while the supervisor does not read they accumulate.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ Send = Callable[[engine_pb2.EngineOutput], None]  # to the supervisor
 
 
 class CacheReport:
-    """An `engine.kv.prefix_cache.CacheObserver`. Belongs to the engine loop's thread."""
+    """An `engine.kv.prefix_cache.CacheObserver`. Used by the engine loop's thread only."""
 
     def __init__(self, send: Send, has_room: Callable[[], bool] = lambda: True) -> None:
-        """`has_room`: whether the supervisor reads. Once it has said no, each flush asks it until
-        it says yes."""
+        """`has_room`: whether the supervisor reads. After a False each flush calls it until it is
+        True."""
         self._send, self._has_room = send, has_room
         self._changes = NetChanges()
         self._waits_for_room = False
 
     def moved(self, block_hashes: Collection[BlockHash], was: Tier, now: Tier) -> None:
-        """The engine has these blocks elsewhere now, or no longer."""
+        """These blocks have moved to another tier, or out of the cache."""
         self._changes.moved(block_hashes, was, now)
 
     def flush(self) -> None:

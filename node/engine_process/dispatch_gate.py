@@ -1,14 +1,15 @@
-"""Keep dispatches away from the engine's thread until what they name is there: a grammar is
-compiled, a LoRA adapter read, each on a thread of its own.
+"""Holds dispatches back until the grammar that they name is compiled and the LoRA adapter is read,
+each on its own thread.
 
-    dispatch ──► what it names is here ──────────────────► role
-            └──► not here ──► thread ──► Gated ─► inbox ─► role
+    dispatch ──► all is available ───────────────────────► role
+            └──► not yet ───► thread ──► Gated ─► inbox ─► role
                                            └─► Gated of each that waited for the same adapter
     LoadAdapter ──► read on a thread ──► Gated ─► inbox ─► AdapterLoaded
     AdapterRoom.fetch ──► read on a thread ──► Gated ─► inbox ─► room
-The role sees a dispatch late, as if it had come late: one that was cancelled until then finds its
-tombstone. What has lost its gateway it never sees; what cannot be compiled or read fails there. For
-room in host memory no dispatch waits here: its request does in the engine, until it has its turn.
+
+To the role such a dispatch just arrives late: if it has been cancelled it finds its tombstone. It
+is dropped if its gateway is lost; if compiling or reading fails, it fails in the engine. A request
+that lacks room for its adapter in host memory waits in the engine, not here.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _Found: TypeAlias = Grammar | HostAdapter | BatonError | None
 
 @dataclass(slots=True)
 class Gated:
-    """What a dispatch, or an order of `gateway`, waited for, or why there is none; or an adapter
-    that the room asked for. `is_read`: that was its adapter, behind which nothing comes. `found` is
-    None where another dispatch had it read."""
+    """`found` is what `message` waited for: a dispatch or a LoadAdapter of `gateway`, or an adapter
+    that the room requested; an error, or None where it was read for another dispatch. `is_read`: it
+    was an adapter, which is the last that a dispatch waits for."""
 
     gateway: str
     message: _Message
@@ -50,13 +51,13 @@ class Gated:
 
 
 class Reader(Protocol):
-    """Of all ranks: RankAdapters, RankedAdapters."""
+    """Reads an adapter on all ranks: RankAdapters, RankedAdapters."""
 
     def read(self, path: str, digest: str = "") -> HostAdapter: ...
 
 
 class DispatchGate:
-    """Belongs to the engine loop's thread, but for `put`, which is called from others."""
+    """Used by the engine loop's thread only. Calls `put` from other threads."""
 
     def __init__(
         self,
@@ -67,8 +68,8 @@ class DispatchGate:
         put: Callable[[Gated], None],
         send: Callable[[str, node_pb2.NodeMessage], None],
     ) -> None:
-        """`room` and `reader`: None where no adapters are served; `end`: a request, by its key, for
-        want of its adapter; `send`: to a gateway."""
+        """`room` and `reader`: None where no adapters are served; `end` ends a request, given its
+        key, whose adapter cannot be read; `send` sends to a gateway."""
         self._grammars, self._room, self._reader = grammars, room, reader
         self._end, self._put, self._send = end, put, send
         self._waiting: dict[tuple[str, int], str] = {}  # (request id, attempt): its gateway
@@ -83,20 +84,20 @@ class DispatchGate:
 
     @property
     def num_waiting(self) -> int:
-        """Dispatches."""
+        """The number of dispatches held back."""
         return len(self._waiting)
 
     def gateway_lost(self, gateway: str) -> None:
-        """Nobody wants what it sent."""
+        """Drop its dispatches."""
         self._waiting = {key: name for key, name in self._waiting.items() if name != gateway}
 
     def close(self) -> None:
-        """What still waits is dropped."""
+        """Drop what still waits."""
         for pool in (self._compiling, self._reading):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def admits(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
-        """Whether it can go on now; if not it returns as a Gated."""
+        """Whether the dispatch can go to the role now; if not it comes back as a Gated."""
         constraint = codec.constraint_from_wire(dispatch.sampling)
         if constraint is None or self._grammars.is_kept(constraint):
             return self._has_adapter(gateway, dispatch)
@@ -104,21 +105,21 @@ class DispatchGate:
         return False
 
     def load(self, gateway: str, order: node_pb2.LoadAdapter) -> None:
-        """Answered by AdapterLoaded, here or once it is `released`."""
+        """Read an adapter. AdapterLoaded is sent here or by `released`."""
         if self._room is None:
             self._answer(gateway, order, refuse_adapter())
         else:
             self._read(gateway, order, order.path, "")
 
     def released(self, gated: Gated) -> node_pb2.Dispatch | None:
-        """The dispatch that can go on now, with what is left of its deadline; None: it waits for
-        more, its gateway is gone, or it was none. Call once; others may go on in the engine."""
+        """The dispatch that can go to the role now, its deadline reduced by the wait. None: it
+        waits for more, its gateway is gone, or it was no dispatch. Call once for each Gated."""
         dispatch, gateway, found = gated.message, gated.gateway, gated.found
         has_failed = gated.is_read and isinstance(found, BatonError)
         if gated.is_read and isinstance(dispatch, node_pb2.Dispatch):
             self._release_behind(dispatch.adapter, found if isinstance(found, BatonError) else None)
         if isinstance(found, HostAdapter) and self._room is not None:
-            with suppress(Overloaded):  # it is fetched for who has a slot for it
+            with suppress(Overloaded):  # whoever has a slot for it fetches it
                 self._room.keep(found)
         if isinstance(dispatch, node_pb2.LoadAdapter):
             self._answer(gateway, dispatch, found)
@@ -140,8 +141,8 @@ class DispatchGate:
         return dispatch if gated.is_read or self._has_adapter(gateway, dispatch) else None
 
     def _has_adapter(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
-        """Whether it names none, or one that is here, or has no room before its turn; where none
-        are served the engine refuses."""
+        """Whether it names no adapter, or one that is in memory, or one that has no room yet. Where
+        no adapters are served the engine rejects it."""
         room, adapter = self._room, dispatch.adapter
         if room is None or not dispatch.HasField("adapter"):
             return True
@@ -157,7 +158,7 @@ class DispatchGate:
         return False
 
     def _release_behind(self, adapter: node_pb2.Adapter, error: BatonError | None) -> None:
-        """One read was for all: they go on as its dispatch does."""
+        """Release the dispatches that waited for the same read."""
         now_s = time.monotonic()
         for gateway, dispatch, since_s in self._behind.pop((adapter.path, adapter.digest), ()):
             self._put(Gated(gateway, dispatch, True, error, now_s - since_s))
@@ -168,7 +169,7 @@ class DispatchGate:
             self._read("", adapter, adapter.path, adapter.digest)
 
     def _refuse(self, adapter: Adapter) -> None:
-        """It cannot be read."""
+        """End the requests whose adapter cannot be read."""
         assert self._room is not None
         for sequence in self._room.refuse(adapter):
             for request in (sequence.request, *sequence.request.forks):
@@ -182,7 +183,7 @@ class DispatchGate:
     def _submit(
         self, gateway: str, message: _Message, find: Callable[[], _Found], *, is_read: bool = False
     ) -> None:
-        """The message returns as a Gated."""
+        """Run `find` on a thread; the message comes back as a Gated."""
         if isinstance(message, node_pb2.Dispatch):
             self._waiting[message.request_id, message.attempt] = gateway
         began_s = time.monotonic()

@@ -1,11 +1,12 @@
-"""The engine process's one thread of decisions: inbox -> role -> engine step -> outputs.
+"""The engine process's main loop: inbox -> role -> engine step -> outputs.
 
-    supervisor ──────────┐                    ┌─ flush: one message a gateway and step
-    gateways, peers ─────┼─► inbox ─► turn ───┼─ changes of the cache, for the supervisor
+    supervisor ──────────┐                    ┌─ outputs: one message a gateway and step
+    gateways, peers ─────┼─► inbox ─► turn ───┼─ changes of the cache, to the supervisor
     pulls ── completions ┘       tick, step   └─ numbers for the heartbeat
-Idle it waits for the inbox or the role's next deadline, busy it empties the inbox between steps.
-Blocks, leases and tokens are touched here and nowhere else. Heartbeats have a thread of their own,
-so that a long step is not taken for a hang.
+
+Idle it waits for the inbox or the role's next deadline; busy it empties the inbox between steps.
+Only its thread changes blocks, leases and tokens. Heartbeats have their own thread, so that a long
+step does not look like a hang.
 """
 
 from __future__ import annotations
@@ -36,17 +37,16 @@ from .promise_orders import PromiseOrders
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.0002  # how long a step may have completed before it is seen
-WATCH_S = 0.00005  # how long what a pull waits for may be done before it is seen
+LOOK_S = 0.0002  # interval at which a running step is polled for its end
+WATCH_S = 0.00005  # the same while a pull waits
 
-
-# Of the supervisor, what another thread has finished, of the gate, of links.
+# From the supervisor, a completion of another thread, from the gate, from links.
 Item: TypeAlias = engine_pb2.EngineInput | Callable[[], None] | Gated | ChannelItem
 
 
 @dataclass(eq=False)
 class EngineLoop:
-    """Runs until a shutdown, until it has drained, or until the engine fails (it raises then)."""
+    """Runs until a shutdown or until the engine has drained; raises if the engine fails."""
 
     _engine: Engine
     _role: EngineRole[Any]
@@ -65,28 +65,28 @@ class EngineLoop:
     _is_over: bool = False
 
     def run(self) -> None:
-        """Raises EngineFailed when a step breaks, ConnectionError when the supervisor is gone."""
+        """Raises EngineFailed if a step fails, ConnectionError if the supervisor is gone."""
         timeout_s = 0.0
         while not self._is_over:
             timeout_s = self.turn(timeout_s)
 
     def turn(self, timeout_s: float) -> float:
-        """Wait for input at most `timeout_s`, handle all there is, run at most one step.
+        """Wait for input at most `timeout_s`, handle all of it, run at most one step.
 
-        Returns how long the next turn may wait; inf: until something comes.
+        Returns how long the next turn may wait; inf: until input arrives.
         """
         items = self._inbox.receive(timeout_s)
         self._heartbeats.turn_started()
         for item in items:
             self._handle(item)
         if items:
-            self._numbers.has_news = True
-        deadline_s = self._role.tick()  # after the inbox: a renewal that waited there still counts
+            self._numbers.has_changed = True
+        deadline_s = self._role.tick()  # after the inbox: it may contain renewals
         self._peers.pulls.poll()
         has_work = self._engine.has_work and not self._is_over
         if has_work:
             self._requests.begin_step()
-            output = self._engine.step(self._meanwhile)
+            output = self._engine.step(self._during_step)
             self._numbers.num_steps += 1
             self._role.after_step(output)
         self._flush()
@@ -100,9 +100,9 @@ class EngineLoop:
         wait_s = max(0.0, deadline_s - self._clock.monotonic_s())
         return min(wait_s, WATCH_S) if self._peers.pulls.are_waiting else wait_s
 
-    def _meanwhile(self) -> bool:
-        """Handle what comes while a step is on the device: a hand-off need not wait for its end."""
-        self._flush()  # what is queued need not wait for the step's end
+    def _during_step(self) -> bool:
+        """Handle input while a step runs on the device; returns whether there was any."""
+        self._flush()  # what is queued need not wait for the end of the step
         self._engine.pool.evict_ahead()
         collect_some()
         items = self._inbox.receive(WATCH_S if self._peers.pulls.are_waiting else LOOK_S)
@@ -111,18 +111,18 @@ class EngineLoop:
         self._peers.pulls.poll()
         if items:
             self._flush()
-            self._numbers.has_news = True
-        if self._numbers.has_news:
+            self._numbers.has_changed = True
+        if self._numbers.has_changed:
             self._numbers.recount()
         return bool(items)
 
     def _flush(self) -> None:
-        """Users first."""
+        """Outputs first."""
         self._requests.flush()
         self._cache_report.flush()
 
     def _handle(self, item: Item) -> None:
-        """Whatever one request or peer does to us, the others go on."""
+        """An exception ends only the request or peer that caused it."""
         try:
             match item:
                 case Received(link, message):
@@ -151,12 +151,12 @@ class EngineLoop:
         except EngineFailed:
             raise
         except Exception as error:
-            self._blame(item, error)
+            self._handle_failure(item, error)
 
     def _from_supervisor(self, message: engine_pb2.EngineInput) -> None:
         match message.WhichOneof("body"):
             case "get_ledger":
-                text = json.dumps(self._role.ledger() | self._channels.ledger())
+                text = json.dumps(self.ledger())
                 ledger = engine_pb2.Ledger(query=message.get_ledger, json=text)
                 self._send(engine_pb2.EngineOutput(ledger=ledger))
             case "members":
@@ -168,10 +168,15 @@ class EngineLoop:
             case body:
                 log.warning("the supervisor sent %s", body)
 
+    def ledger(self) -> dict[str, object]:
+        """Blocks, requests, transfers and links as JSON, for `baton fsck` and the tests."""
+        parts = (self._engine.stats.ledger(), self._peers.ledger(), self._channels.ledger())
+        return {"node": self._requests.node_name} | parts[0] | parts[1] | parts[2]
+
     # -- links -------------------------------------------------------------------------------------
 
     def _add(self, link: Link) -> None:
-        """A link stands, and takes the place of an older one of its pair."""
+        """Add a new link, which replaces an older one of the same pair."""
         older = self._channels.add(link)
         if older is not None:
             self._lost(older)
@@ -189,9 +194,10 @@ class EngineLoop:
     def _lost(self, link: Link) -> None:
         if link.kind is Kind.GATEWAY:
             self._gate.gateway_lost(link.name)
-            self._role.gateway_lost(link.name)
-            return
-        self._peers.feeds[link.kind](PeerLost(link.name))
+            for key in self._requests.forget_gateway(link.name):
+                self._role.end(key, None)
+        else:
+            self._peers.feeds[link.kind](PeerLost(link.name))
 
     def _from_gateway(self, gateway: str, message: node_pb2.GatewayMessage) -> None:
         match message.WhichOneof("body"):
@@ -207,16 +213,15 @@ class EngineLoop:
                 log.warning("a gateway sent %s", body)
 
     def _dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
-        if self._requests.refuses_now(gateway, dispatch):
+        if self._requests.refuses_new(gateway, dispatch):
             return
         has_constraint = dispatch.sampling.WhichOneof("constraint") is not None
         may_wait = has_constraint or dispatch.HasField("adapter")
         if not may_wait or self._gate.admits(gateway, dispatch):
             self._role.dispatch(gateway, dispatch)
 
-    def _blame(self, item: Item, error: Exception) -> None:
-        """Fail the request on whose account `error` was raised, or end the pair of a peer whose
-        message cannot be taken."""
+    def _handle_failure(self, item: Item, error: Exception) -> None:
+        """Fail the request that caused `error`, or end the link with the peer that did."""
         public = error if isinstance(error, BatonError) else BatonError("internal error")
         if (key := _key_of(item)) is not None:
             log.error("request %s failed", key, exc_info=error)
@@ -230,7 +235,7 @@ class EngineLoop:
 
 
 def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:
-    """`core.request.request.Request.key` of the request that a gateway names."""
+    """`core.request.request.Request.key` of the request in a gateway's message."""
     return f"{message.request_id}/{message.attempt}"
 
 

@@ -31,7 +31,7 @@ def heartbeat(
     requests: RequestIO,
     orders: PromiseOrders,
 ) -> node_pb2.Heartbeat:
-    """What the engine, its role and its peers' windows are to gateways."""
+    """The state and the counters that gateways get."""
     load, totals = engine.stats.load(role.pending()), engine.stats.totals()
     counters = node_pb2.Counters(
         **codec.same_fields(totals, node_pb2.Counters),
@@ -45,7 +45,9 @@ def heartbeat(
         num_draft_tokens=totals.speculation.num_draft_tokens,
         accepted_drafts=totals.speculation.accepted,
     )
-    counters.MergeFrom(role.counters())
+    counters.MergeFrom(role.counts)
+    counters.MergeFrom(peers.fetches.counts)
+    num_leaving = requests.num_with_ticket if role.is_source else 0  # they go on elsewhere
     step_cost = None
     if (cost := engine.stats.step_cost()) is not None:
         fields = codec.same_fields(cost, node_pb2.StepCost)
@@ -59,7 +61,7 @@ def heartbeat(
         "is_draining": requests.is_draining,
         "links": peers.windows.links(),
         "counters": counters,
-        "num_requests": role.num_staying,
+        "num_requests": len(requests) - num_leaving,
         "num_stages": engine.limits.num_stages,
         "step_cost": step_cost,
         "expert_ranks": engine.stats.num_expert_ranks,
@@ -87,7 +89,8 @@ def heartbeat(
 
 
 class EngineNumbers:
-    """What the sender has of the engine, counted anew where it is too old. Of the loop's thread."""
+    """Counts the engine's numbers for the sender when they are out of date. Used by the loop's
+    thread only."""
 
     def __init__(
         self,
@@ -104,22 +107,21 @@ class EngineNumbers:
         self._orders, self._gate = orders, gate
         self._sender, self._clock = sender, clock
         self.num_steps = 0
-        self.has_news = False  # something came since the last count
-        self._recount_s = 0.0  # when the last count is too old
+        self.has_changed = False  # there was input since the last count
+        self._recount_s = 0.0  # when the last count expires
         self._had_prompts = False  # at the last count
 
     def recount(self) -> float:
-        """Give the sender new numbers; returns when to do that, if it is too early now, else inf.
+        """Give the sender new numbers; returns inf, or when to call again if it is too early.
 
-        It is never too early to report the first prompt that waits, or that none does any more:
-        gateways that have not sent it would send theirs here as well, or go on to reckon with a
-        queue that is gone.
+        It is never too early after the first prompt has begun to wait, or the last one has stopped:
+        other gateways would also send theirs here, or still count on a queue that is gone.
         """
         now_s, has_prompts = self._clock.monotonic_s(), self._engine.has_prompts
         if now_s < self._recount_s and has_prompts == self._had_prompts:
             return self._recount_s
         self._recount_s, self._had_prompts = now_s + RECOUNT_S, has_prompts
-        self.has_news = False
+        self.has_changed = False
         numbers = heartbeat(self._engine, self._role, self._peers, self._requests, self._orders)
         numbers.num_steps = self.num_steps
         numbers.num_requests += self._gate.num_waiting
@@ -128,12 +130,11 @@ class EngineNumbers:
 
 
 class HeartbeatSender:
-    """Sends the loop's latest numbers at a steady beat, and at once if another number of prompt
-    tokens waits, a step with some of them has ended, or a link came or went: gateways route by
-    that. A turn that takes longer than `STALL_S` is a hang: heartbeats stop, the gateways look
-    elsewhere, and the supervisor replaces the process.
+    """Sends the loop's latest numbers at a fixed interval, and at once if what gateways route by
+    has changed: see `_progress`. A turn that takes longer than `STALL_S` is a hang: heartbeats
+    stop, gateways avoid the engine, and the supervisor replaces the process.
 
-    Written by the engine loop's thread, read by its own; each field is replaced whole.
+    The engine loop's thread writes, the sender's own thread reads; fields are replaced whole.
     """
 
     def __init__(
@@ -155,11 +156,11 @@ class HeartbeatSender:
         self._turn_started_s = self._clock.monotonic_s()
 
     def turn_ended(self) -> None:
-        """The loop is about to wait or to begin anew."""
+        """The loop is about to wait or to start the next turn."""
         self._turn_started_s = None
 
     def count(self, numbers: node_pb2.Heartbeat) -> None:
-        """New numbers, which are never changed."""
+        """Set new numbers, which nobody modifies."""
         has_moved = _progress(numbers) != _progress(self._numbers)
         self._numbers = numbers
         if has_moved:
@@ -188,7 +189,7 @@ class HeartbeatSender:
 
 
 def _progress(numbers: node_pb2.Heartbeat) -> tuple[object, ...]:
-    """What gateways reckon with between two heartbeats."""
+    """What gateways must know before the next regular heartbeat."""
     waiting_tokens, links = numbers.waiting_tokens, [link.incarnation for link in numbers.links]
     num_steps = numbers.num_steps if waiting_tokens else 0
     return waiting_tokens, num_steps, links, numbers.is_promise_withdrawn, numbers.promise_epoch

@@ -1,10 +1,10 @@
-"""The requests that an engine holds: dispatches in, outputs out, for whom and until when.
+"""The open requests of an engine: their gateways, deadlines and outputs.
 
 Decodes and files dispatches, writes tokens and errors as RequestOutputs, stamps timelines. All
-outputs of a step for one gateway travel in one message. An entry opens with a dispatch and closes
-with the request's end here, whichever it is. A closed key leaves a tombstone for 30 s, and so does
-a cancel that came first: a dispatch that arrives late is refused instead of running for nobody.
-Knows no block, and gives no order to the engine.
+outputs of a step for one gateway are sent in one message. An entry is opened by a dispatch and
+closed by any end of the request on this engine. A closed key leaves a tombstone for 30 s, as does a
+cancel that arrives before its dispatch: a late dispatch is rejected instead of running for nobody.
+Knows no block, and never calls the engine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -31,10 +32,33 @@ log = logging.getLogger(__name__)
 _OVER = Cancelled("the request is over here")
 
 
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request on this engine. From `stamps` on: what its next output reports."""
+
+    request: Request
+    gateway: str
+    deadline_s: float  # monotonic
+    ticket: Ticket | None
+    accepted_ns: int = 0  # monotonic
+    stamps: list[node_pb2.NodeEvent] = field(default_factory=list)
+    cached_tokens: int | None = None
+    transfer: node_pb2.TransferInfo | None = None  # of its hand-off
+
+    @property
+    def key(self) -> str:
+        return self.request.key
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the next output has nothing to report but its tokens."""
+        return not self.stamps and self.cached_tokens is None and self.transfer is None
+
+
 @dataclass(slots=True)
 class _Step:
-    """What a step has for one gateway. Tokens, of outputs that have nothing else: request id,
-    attempt, index, token id."""
+    """A step's outputs for one gateway. `tokens`: outputs of one token and nothing else, as
+    (request id, attempt, index, token id)."""
 
     outputs: list[node_pb2.RequestOutput] = field(default_factory=list)
     tokens: list[tuple[str, int, int, int]] = field(default_factory=list)
@@ -50,7 +74,7 @@ class _Step:
 
 
 class RequestIO:
-    """Belongs to the engine loop's thread. `send_to`: for a gateway, by its name."""
+    """Used by the engine loop's thread only. `send_to` sends to a gateway, given its name."""
 
     def __init__(
         self,
@@ -65,21 +89,21 @@ class RequestIO:
         self._deadlines: list[tuple[float, str]] = []  # heap; keys of closed entries are skipped
         self._tombstones = Tombstones(clock)
         self._send_to = send_to
-        self._steps: dict[str, _Step] = {}  # by gateway
+        self._steps = defaultdict[str, _Step](_Step)  # by gateway
         self._clock = clock
         self._vocab_size = vocab_size
         self._step_began_ns = 0
 
     def accept(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry | None:
-        """File a dispatch, and each of its forks. None: refused, which is reported."""
+        """File a dispatch and its forks. None: rejected, which is reported to the gateway."""
         try:
             return self._open(gateway, dispatch)
         except BatonError as error:
             self._refuse(gateway, dispatch, error)
             return None
 
-    def refuses_now(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
-        """Whether one that has just come is too late, which is reported: no more is begun here."""
+    def refuses_new(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
+        """Whether the engine drains: the dispatch is then rejected, which is reported."""
         if self.is_draining:
             self._refuse(gateway, dispatch, Unavailable(f"{self.node_name} is draining"))
         return self.is_draining
@@ -90,7 +114,7 @@ class RequestIO:
             output = node_pb2.RequestOutput(
                 request_id=request_id, attempt=dispatch.attempt, error=codec.error_to_wire(error)
             )
-            self._step(gateway).outputs.append(output)
+            self._steps[gateway].outputs.append(output)
 
     def _open(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry:
         request = codec.request_from_wire(dispatch)
@@ -108,8 +132,8 @@ class RequestIO:
         return entry
 
     def open(self, *samples: Entry) -> None:
-        """File a new request's samples, but for those that are over here already. Raises, and files
-        nothing: Cancelled if all are, InvalidRequest on a double."""
+        """File a new request's samples, without those that have already ended here. Raises
+        Cancelled if all have, InvalidRequest on a duplicate; nothing is filed then."""
         keys = [entry.key for entry in samples]
         for key in keys:
             if key in self._entries or keys.count(key) > 1:
@@ -135,27 +159,27 @@ class RequestIO:
         return sum(entry.ticket is not None for entry in self._entries.values())
 
     def knows(self, token_ids: Iterable[int]) -> bool:
-        """Whether all of these are in the vocabulary."""
+        """Whether all are in the vocabulary."""
         return all(0 <= token_id < self._vocab_size for token_id in token_ids)
 
     def stamp(self, entry: Entry, event: Event, at_ns: int | None = None) -> None:
-        """Note that `event` happens, now or at that time; the request's next output carries it."""
+        """Record `event`, now or at the given time, for the request's next output."""
         at_ns = self._now_ns() if at_ns is None else at_ns
         entry.stamps.append(node_pb2.NodeEvent(event=event.value, monotonic_ns=at_ns))
 
     def begin_step(self) -> None:
-        """A step is about to run: what starts in it starts now, though it is reported later."""
+        """A step is about to run: requests that start in it start now, but are reported later."""
         self._step_began_ns = self._now_ns()
 
     def stamp_started(self, entry: Entry, event: Event) -> None:
-        """Note that `event` happened when the step began, or as soon as it came during one."""
+        """Record `event` at the begin of the step, or at the dispatch if that came later."""
         self.stamp(entry, event, max(self._step_began_ns, entry.accepted_ns))
 
     def _now_ns(self) -> int:
         return int(self._clock.monotonic_s() * 1e9)
 
     def queue_output(self, entry: Entry) -> node_pb2.RequestOutput:
-        """An output of this request, which may be filled, with all that has waited for one."""
+        """Queue an output with the entry's pending stamps; the caller may add to it."""
         output = node_pb2.RequestOutput(
             request_id=entry.request.request_id,
             attempt=entry.request.attempt,
@@ -165,15 +189,15 @@ class RequestIO:
         )
         entry.stamps.clear()
         entry.cached_tokens = entry.transfer = None
-        self._step(entry.gateway).outputs.append(output)
+        self._steps[entry.gateway].outputs.append(output)
         return output
 
     def emit(self, entry: Entry, token: TokenOutput) -> None:
-        """Queue one token, with all that has waited for an output of this request."""
+        """Queue one token, with the entry's pending stamps."""
         request = entry.request
         if token.finish_reason is None and request.sampling.logprobs is None and entry.is_quiet:
             plain = (request.request_id, request.attempt, token.index, token.token_id)
-            self._step(entry.gateway).tokens.append(plain)
+            self._steps[entry.gateway].tokens.append(plain)
             return
         output = self.queue_output(entry)
         output.first_index = token.index
@@ -184,13 +208,13 @@ class RequestIO:
             output.logprobs.append(codec.logprobs_to_wire(logprobs))
 
     def flush(self) -> None:
-        """Send what is queued: users need not wait for the rest of the turn."""
-        steps, self._steps = self._steps, {}
+        """Send what is queued."""
+        steps, self._steps = self._steps, defaultdict(_Step)
         for gateway, step in steps.items():
             self._send_to(gateway, node_pb2.NodeMessage(outputs=step.message()))
 
     def emit_beam(self, entry: Entry, beam: FinishedBeam) -> None:
-        """Queue the whole output of a request."""
+        """Queue the complete output of one beam."""
         output = self.queue_output(entry)
         output.token_ids.extend(beam.token_ids)
         output.finish_reason = codec.finish_to_wire(beam.finish_reason)
@@ -198,15 +222,15 @@ class RequestIO:
             output.logprobs.extend(map(codec.logprobs_to_wire, beam.logprobs))
 
     def emit_prompt(self, prompt: PromptLogprobs) -> None:
-        """Queue what is known of a request's prompt; of one that is over, nothing."""
+        """Queue prompt logprobs, if the request is still open."""
         if entry := self._entries.get(prompt.key):
             output = self.queue_output(entry)
             output.first_prompt_index = prompt.first_index
             output.prompt_logprobs.extend(map(codec.logprobs_to_wire, prompt.logprobs))
 
     def end(self, key: str, error: BatonError | None) -> Entry | None:
-        """Close a request and bury its key, one that never came as well; with an error that is
-        reported. None: it was not open."""
+        """Close a request, report `error` if given, and leave a tombstone, also for a key that was
+        never dispatched. None: the request was not open."""
         self._tombstones.add(key, _OVER)
         entry = self._entries.pop(key, None)
         if entry is not None and error is not None:
@@ -216,12 +240,12 @@ class RequestIO:
         return entry
 
     def forget_gateway(self, gateway: str) -> list[str]:
-        """The keys that now run for nobody."""
+        """Drop the gateway's outputs; returns the keys of its open requests."""
         self._steps.pop(gateway, None)
         return [key for key, entry in self._entries.items() if entry.gateway == gateway]
 
     def overdue(self) -> list[str]:
-        """Keys whose deadline has passed; forgets old tombstones in passing."""
+        """Keys whose deadline has passed. Also removes old tombstones."""
         now = self._clock.monotonic_s()
         self._tombstones.purge()
         keys = []
@@ -232,35 +256,7 @@ class RequestIO:
         return keys
 
     def next_deadline_s(self) -> float:
-        """When `overdue` has something to say next, on the monotonic clock; inf: never."""
+        """The earliest deadline of an open request (monotonic); inf: none."""
         while self._deadlines and self._deadlines[0][1] not in self._entries:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
-
-    def _step(self, gateway: str) -> _Step:
-        if (step := self._steps.get(gateway)) is None:
-            step = self._steps[gateway] = _Step()
-        return step
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One request on this engine. The lower half waits for the next output to carry it."""
-
-    request: Request
-    gateway: str
-    deadline_s: float  # monotonic
-    ticket: Ticket | None
-    accepted_ns: int = 0  # monotonic
-    stamps: list[node_pb2.NodeEvent] = field(default_factory=list)
-    cached_tokens: int | None = None
-    transfer: node_pb2.TransferInfo | None = None  # what its hand-off really moved
-
-    @property
-    def key(self) -> str:
-        return self.request.key
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether nothing waits for the next output."""
-        return not self.stamps and self.cached_tokens is None and self.transfer is None

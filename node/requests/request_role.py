@@ -1,11 +1,11 @@
-"""A role: a policy over one engine, what to do with dispatches, peers and the results of a step.
+"""A role: what an engine does with dispatches, cancels, and the results of a step.
 
-    Dispatch ─► filed ─► local: engine.add, one a sample    step ─► stamps, prompt's scores, tokens
-                    └──► with a ticket: _take_up            Cancel, loss, error ─► end, _call_off
+    Dispatch ─► filed ─► no ticket: engine.add, one a sample    step ─► stamps, logprobs, tokens
+                    └──► ticket: _open_handoff                  Cancel, loss, error ─► end
 
-A prompt whose prefix another engine has waits for that first. All of it runs on the engine loop's
-thread and none of it blocks. Here is what the roles have in common; `prefill_node/role.py` and
-`decode_node/role.py` are the two.
+A request that can fetch its prefix from another engine waits for that first. Everything runs on the
+engine loop's thread; nothing blocks. This is what both roles have in common;
+`prefill_node/role.py` and `decode_node/role.py` are the two.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .trials import Trials
 
 @dataclass(slots=True)
 class Handoff:
-    """One engine's end of a hand-off. The samples that share it: the dispatch's own, its forks."""
+    """This engine's end of a hand-off. `samples` share it: the dispatch's request and its forks."""
 
     ticket: Ticket
     samples: Sequence[Request]
@@ -40,17 +40,17 @@ H = TypeVar("H", bound=Handoff)
 
 
 class EngineRole(ABC, Generic[H]):
-    """Never raises because of one request: it fails that request. What it raises all the same, the
-    loop turns into `end`."""
+    """An error of one request ends that request and is not raised. For an unexpected exception the
+    loop calls `end`."""
 
-    is_source: bool  # of hand-offs: it computes the prompts; else it decodes
+    is_source: bool  # of hand-offs: computes prompts; otherwise decodes
 
     def __init__(self, engine: Engine, requests: RequestIO, peers: Peers, clock: Clock) -> None:
         self._engine, self._requests, self._peers, self._clock = engine, requests, peers, clock
         self._fetches = peers.fetches
         self._trials = Trials(requests, engine.num_outputs)
-        self._handoffs: dict[str, H] = {}  # by each sample's key, while the role minds them
-        self._counts = node_pb2.Counters()
+        self._handoffs: dict[str, H] = {}  # open ones, by the key of each sample
+        self.counts = node_pb2.Counters()  # of hand-offs, since the engine's incarnation began
 
     def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
         entry = self._requests.accept(gateway, dispatch)
@@ -67,7 +67,7 @@ class EngineRole(ABC, Generic[H]):
             self._fail_all(samples, error)
 
     def _check(self, entry: Entry) -> None:
-        """Raises BatonError if it is not for this engine now."""
+        """Raises BatonError if this engine cannot accept the request now."""
         if entry.request.is_on_trial:
             self._trials.admit(entry)
         promise, is_whole = self._engine.promise, entry.ticket is None
@@ -78,14 +78,14 @@ class EngineRole(ABC, Generic[H]):
             promise.check(entry.request, self.num_coming)
 
     def _has_prompt(self, entry: Entry) -> bool:
-        """Whether its prompt is computed here; else its KV is pulled."""
+        """Whether its prompt is computed here; otherwise its KV is pulled."""
         return self.is_source or entry.ticket is None
 
     def _begin(self, entry: Entry, samples: Sequence[Request]) -> None:
-        """Its prefix is here, or will not come."""
+        """Start a request after its prefix has been fetched, or will not be."""
         try:
             if entry.ticket is not None:
-                self._take_up(entry, entry.ticket, samples)
+                self._open_handoff(entry, entry.ticket, samples)
             elif entry.request.sampling.use_beam_search:
                 self._begin_search(entry, samples)
             else:
@@ -95,7 +95,7 @@ class EngineRole(ABC, Generic[H]):
             self._fail_all(samples, error)
 
     def _begin_search(self, entry: Entry, samples: Sequence[Request]) -> None:
-        """One of all samples that are not over."""
+        """Start one beam search for all samples that are still open."""
         over = [sample for sample in samples if not self._is_open(sample)]
         if len(over) < len(samples):
             self._engine.add(entry.request)
@@ -103,26 +103,20 @@ class EngineRole(ABC, Generic[H]):
                 self._engine.abort(sample.key)
 
     @property
-    def num_staying(self) -> int:
-        """Requests here, but for those that are to go on elsewhere."""
-        num_leaving = self._requests.num_with_ticket if self.is_source else 0
-        return len(self._requests) - num_leaving
-
-    @property
     def num_coming(self) -> int:
-        """Sequences that will come to the engine, and that it has not seen yet."""
+        """Sequences that are accepted but not yet in the engine."""
         return sum(request.num_sequences for request in self._fetches.requests)
 
     def end(self, key: str, error: BatonError | None) -> None:
-        """End a request in any state and report to its gateway why; None: that wants no more of it.
+        """End a request in any state and report `error` to its gateway; None: nothing to report.
         Unknown keys leave a tombstone."""
         entry = self._requests.end(key, error)
         handoff = self._handoffs.get(key)
         if handoff is None:
-            if entry is not None:  # of one that was over already a copy may fill the blocks yet
+            if entry is not None:  # else it has ended, and a copy may still write to its blocks
                 self._engine.abort(key)
         elif not self._is_wanted(handoff):
-            self._call_off(handoff, error or Cancelled("the request was cancelled"))
+            self._cancel_handoff(handoff, error or Cancelled("the request was cancelled"))
         self._fetches.forget(key, self._requests)
 
     def _fail_all(self, samples: Sequence[Request], error: BatonError) -> None:
@@ -133,29 +127,25 @@ class EngineRole(ABC, Generic[H]):
         return sample.key in self._requests
 
     def _is_wanted(self, handoff: H) -> bool:
-        """Whether a sample that shares it goes on."""
+        """Whether any of its samples is still open."""
         return any(map(self._is_open, handoff.samples))
 
-    def _forget(self, handoff: H) -> None:
+    def _remove_handoff(self, handoff: H) -> None:
         for sample in handoff.samples:
             del self._handoffs[sample.key]
 
-    def gateway_lost(self, gateway: str) -> None:
-        for key in self._requests.forget_gateway(gateway):
-            self.end(key, None)
-
     def after_step(self, output: StepOutput) -> None:
-        """Report what a step brought: what began in it, prompts' scores, tokens, failures."""
+        """Report a step's results: started requests, prompt logprobs, tokens, failures."""
         for key, cached_tokens in output.started.items():
             if entry := self._requests.get(key):
                 if not self._has_prompt(entry):
                     self._requests.stamp_started(entry, Event.DECODE_STARTED)
                     if self._engine.promise.tbt_target_s is not None:
-                        self._requests.queue_output(entry)  # its first token waits for that
+                        self._requests.queue_output(entry)  # its first token is held until then
                     continue
                 self._prompt_started(entry, cached_tokens)
                 for fork in entry.request.forks if entry.ticket is not None else ():
-                    if each := self._requests.get(fork.key):  # its prompt is computed with it
+                    if each := self._requests.get(fork.key):  # shares the prompt
                         self._prompt_started(each, cached_tokens)
         for prompt in output.prompt_logprobs:
             self._requests.emit_prompt(prompt)
@@ -164,7 +154,7 @@ class EngineRole(ABC, Generic[H]):
         for chunk in output.chunks:
             is_of_beams = chunk.sampled is not None and chunk.sampled.candidates
             if is_of_beams and (entry := self._requests.get(chunk.key)):
-                self._requests.queue_output(entry)  # its prompt is computed
+                self._requests.queue_output(entry)  # reports that its prompt is computed
         for beam in output.beams:
             if entry := self._requests.get(beam.key):
                 self._requests.emit_beam(entry, beam)
@@ -191,35 +181,24 @@ class EngineRole(ABC, Generic[H]):
             self._requests.end(token.key, None)
 
     def tick(self) -> float:
-        """Expire what is due; returns the next deadline on the monotonic clock; inf: none."""
+        """Expire what is due; returns the next deadline (monotonic); inf: none."""
         for key in self._requests.overdue():
             self.end(key, DeadlineExceeded("the request's deadline passed"))
         return min(self._peers.tick(), self._requests.next_deadline_s())
 
     def pending(self) -> Iterable[Request]:
-        """What has no blocks yet: requests, each with its forks."""
+        """Requests, each with its forks, that have no blocks yet and are not in the engine."""
         return self._fetches.requests
 
-    def counters(self) -> node_pb2.Counters:
-        """Of hand-offs and of prefixes, since the engine's incarnation began."""
-        counters = node_pb2.Counters()
-        counters.MergeFrom(self._counts)
-        counters.MergeFrom(self._fetches.counts)
-        return counters
-
     def is_idle(self) -> bool:
-        """No request, no lease, no pull: the process may end without loss."""
+        """Whether there is no request, lease or pull: the process may exit."""
         return not (self._requests or self._handoffs) and self._peers.is_idle
 
-    def ledger(self) -> dict[str, object]:
-        """Blocks, requests and transfers as JSON: what `baton fsck` and the tests look at."""
-        name = {"node": self._requests.node_name}
-        return name | self._engine.stats.ledger() | self._peers.ledger()
+    @abstractmethod
+    def _open_handoff(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
+        """Open this engine's end of a request's hand-off. Raises BatonError: the request and its
+        forks fail."""
 
     @abstractmethod
-    def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
-        """Take up the hand-off's end of a request. Raises BatonError: it fails, with its forks."""
-
-    @abstractmethod
-    def _call_off(self, handoff: H, error: BatonError) -> None:
-        """All samples of this hand-off are over, the last one by `error`."""
+    def _cancel_handoff(self, handoff: H, error: BatonError) -> None:
+        """All samples have ended, the last one with `error`: give the hand-off up."""

@@ -1,8 +1,8 @@
-"""Requests under which an engine died, of several gateways: no two of them on one engine.
+"""Suspect requests, during which an engine has died: an engine never runs those of two gateways.
 
-A gateway tries its own ones apart from each other (gateway/request/setbacks.py), and knows of no
-other gateway's. So one of another gateway is sent back until the first is over here, or has got
-further than where its engine died: if this engine dies too, it is known under which of them.
+A gateway retries its own suspects one at a time (gateway/request/setbacks.py), and does not know
+those of others. So an engine rejects another gateway's suspect until the first has ended here, or
+has got further than where its engine died: if this engine dies too, the cause is known.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _FURTHER = 2  # tokens: the next is the prefill engine's, the one behind it the 
 
 
 class Trials:
-    """One engine's. `num_outputs`: of a request's key; 0 where the engine has none of it."""
+    """The suspect requests of one engine. `num_outputs`: tokens so far, given a request's key; 0 if
+    the engine has none of it."""
 
     def __init__(self, requests: RequestIO, num_outputs: Callable[[str], int]) -> None:
         self._requests = requests
@@ -24,7 +25,7 @@ class Trials:
         self._tried: str | None = None  # its key
 
     def admit(self, entry: Entry) -> None:
-        """Of one on trial. Raises TrialRefused beside another gateway's."""
+        """Admit a suspect. Raises TrialRefused if another gateway's is running."""
         other = None if self._tried is None else self._requests.get(self._tried)
         if other is not None and other.gateway != entry.gateway:
             num_known = len(other.request.output_token_ids)

@@ -94,8 +94,8 @@ def _assert_well(world: NodeWorld, number: int) -> None:
     for node in (world.prefill, world.decode):
         node.lose_gateway()
     world.expire()
-    assert world.prefill.is_clean(), world.prefill.role.ledger()
-    assert world.decode.is_clean(), world.decode.role.ledger()
+    assert world.prefill.is_clean(), world.prefill.loop.ledger()
+    assert world.decode.is_clean(), world.decode.loop.ledger()
 
 
 @pytest.mark.parametrize("seed", range(_NUM_ROUNDS))

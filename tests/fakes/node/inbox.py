@@ -38,7 +38,7 @@ class FakeInbox:
     def watch_writes(self, channel: PlayedChannel, is_wanted: bool) -> None:
         assert not is_wanted
 
-    def forget(self, channel: PlayedChannel) -> None:
+    def unwatch(self, channel: PlayedChannel) -> None:
         del self._reads[channel.fileno()]
 
     def empty(self) -> bool:

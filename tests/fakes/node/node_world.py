@@ -245,7 +245,7 @@ class Node:
     def is_clean(self) -> bool:
         """Nothing held for anybody, and all references accounted for."""
         check_integrity(self.engine)
-        ledger = self.role.ledger()
+        ledger = self.loop.ledger()
         return not (ledger["requests"] or ledger["transfers"]) and (
             self.engine.pool.counts.held == 0 and self.role.is_idle()
         )

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 from fp8_checkpoints import write_fp8_checkpoint
 
-from baton.engine.model.decoder import Decoder
+from baton.engine.model.construction.decoder import make_decoder
 from baton.engine.model.model_config import read_model_config
 from baton.engine.model.weights.checkpoint import load_weights
 from baton.engine.model.weights.placement import Placement
@@ -266,7 +266,7 @@ def test_a_model_computes_what_its_reference_does(tmp_path: Path, name: str) -> 
                 quantization=config.quantization,
                 stays_quantised=True,
             )
-            model = Decoder(config, placement)
+            model = make_decoder(config, placement)
             load_weights(tmp_path, model.targets)
             assert model.layers[0].mlp.down.fp8_weight is not None
             pool = torch.zeros(4, 2, 2, 2, 16, 64, device=DEVICE)

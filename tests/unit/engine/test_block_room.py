@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request
+from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import root_hash
 from baton.engine.block_room import BlockRoom
 from baton.engine.kv.block_pool import BlockPool

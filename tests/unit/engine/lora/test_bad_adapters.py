@@ -18,7 +18,7 @@ from baton.core.errors import AdapterRefused
 from baton.engine.lora import adapter_files
 from baton.engine.lora.adapter_files import read_adapter
 from baton.engine.lora.layout import Layout
-from baton.engine.model.decoder import Decoder
+from baton.engine.model.construction.decoder import make_decoder
 from baton.engine.model.model_config import read_model_config
 from baton.engine.model.weights.placement import Placement
 
@@ -35,7 +35,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def layout_of(base: Path) -> Layout:
     placement = Placement(torch.device("meta"), torch.float32)
-    return Layout.of(Decoder(read_model_config(base, None), placement))
+    return Layout.of(make_decoder(read_model_config(base, None), placement))
 
 
 def read(folder: Path, base: Path) -> int:

@@ -23,8 +23,9 @@ from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 from baton.engine.model.communicator import Communicator
+from baton.engine.model.construction.decoder import make_decoder
+from baton.engine.model.construction.experts import is_merged_name
 from baton.engine.model.decoder import Decoder
-from baton.engine.model.experts import is_merged_name
 from baton.engine.model.model_config import read_model_config
 from baton.engine.model.sharding import check_divisible
 from baton.engine.model.weights.checkpoint import load_weights, tensor_names
@@ -58,7 +59,7 @@ def placement_of(folder: Path, quantization: str | None = None, **changes: Any) 
 def loaded(folder: Path, placement: Placement) -> Decoder:
     is_merged = any(map(is_merged_name, tensor_names(folder)))
     placement = dataclasses.replace(placement, has_merged_experts=is_merged)
-    model = Decoder(read_model_config(folder), placement)
+    model = make_decoder(read_model_config(folder), placement)
     quantised = [name.removesuffix(".weight") for name, t in model.targets.items() if t.quantised]
     assert placement.quantization is not None
     ignored = placement.quantization.ignored(quantised)
@@ -184,7 +185,7 @@ def test_dummy_weights_are_the_same_with_or_without_fp8(tmp_path: Path, name: st
     write_fp8_checkpoint(tmp_path, name, **ALIGNED)
     found = []
     for stays_quantised in (False, True):
-        model = Decoder(
+        model = make_decoder(
             read_model_config(tmp_path), placement_of(tmp_path, stays_quantised=stays_quantised)
         )
         fill_dummy_weights(model.targets, std=0.02, seed=3)
@@ -356,7 +357,7 @@ def test_merged_parts_that_share_a_block_are_refused_where_fp8_stays(tmp_path: P
 def test_the_bytes_of_weights_are_known_before_they_are_read(tmp_path: Path, name: str) -> None:
     write_fp8_checkpoint(tmp_path, name, **ALIGNED)
     placement = placement_of(tmp_path, dtype=torch.bfloat16)
-    model = Decoder(read_model_config(tmp_path), placement)
+    model = make_decoder(read_model_config(tmp_path), placement)
     num_bytes = sum(target.nbytes for target in model.targets.values())
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16")
     assert weights_bytes(config) == pytest.approx(num_bytes, rel=1e-2)
@@ -369,7 +370,7 @@ def test_the_bytes_of_weights_are_known_before_they_are_read(tmp_path: Path, nam
 def test_the_bytes_of_weights_that_are_quantised_at_load(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, **ALIGNED)
     placement = placement_of(tmp_path, "fp8", dtype=torch.bfloat16)
-    model = Decoder(read_model_config(tmp_path, "fp8"), placement)
+    model = make_decoder(read_model_config(tmp_path, "fp8"), placement)
     num_bytes = sum(target.nbytes for target in model.targets.values())
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16", quantization="fp8")
     assert weights_bytes(config) == pytest.approx(num_bytes, rel=2e-2)
@@ -378,7 +379,7 @@ def test_the_bytes_of_weights_that_are_quantised_at_load(tmp_path: Path) -> None
 
 
 def _floats_bytes(folder: Path) -> int:
-    model = Decoder(read_model_config(folder), placement_of(folder, stays_quantised=False))
+    model = make_decoder(read_model_config(folder), placement_of(folder, stays_quantised=False))
     return sum(target.nbytes for target in model.targets.values())
 
 
@@ -490,7 +491,7 @@ def test_experts_in_one_tensor_of_fp8_are_refused(tmp_path: Path) -> None:
     write_fp8_checkpoint(tmp_path, "block", **MIXTURE)
     placement = placement_of(tmp_path, has_merged_experts=True)
     with pytest.raises(StartupFailed, match=r"experts\.0\.gate_proj and others are one tensor"):
-        Decoder(read_model_config(tmp_path), placement)
+        make_decoder(read_model_config(tmp_path), placement)
 
 
 @pytest.mark.parametrize("name", ["block", "compressed, channel"])
@@ -518,7 +519,7 @@ def test_the_bytes_of_experts_are_known(tmp_path: Path, name: str | None) -> Non
     else:
         write_fp8_checkpoint(tmp_path, name, **MIXTURE)
     placement = placement_of(tmp_path, quantization, dtype=torch.bfloat16)
-    model = Decoder(read_model_config(tmp_path, quantization), placement)
+    model = make_decoder(read_model_config(tmp_path, quantization), placement)
     num_bytes = sum(target.nbytes for target in model.targets.values())
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16", quantization=quantization)
     assert weights_bytes(config) == pytest.approx(num_bytes, rel=2e-2)

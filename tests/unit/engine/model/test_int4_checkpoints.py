@@ -24,8 +24,9 @@ from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 from baton.engine.model.communicator import Communicator
+from baton.engine.model.construction.decoder import make_decoder
+from baton.engine.model.construction.experts import is_merged_name
 from baton.engine.model.decoder import Decoder
-from baton.engine.model.experts import is_merged_name
 from baton.engine.model.model_config import read_model_config
 from baton.engine.model.sharding import check_divisible
 from baton.engine.model.weights.checkpoint import load_weights, tensor_names
@@ -66,7 +67,7 @@ def rank_of(rank: int, size: int) -> Communicator:
 def loaded(folder: Path, placement: Placement) -> Decoder:
     is_merged = any(map(is_merged_name, tensor_names(folder)))
     placement = dataclasses.replace(placement, has_merged_experts=is_merged)
-    model = Decoder(read_model_config(folder), placement)
+    model = make_decoder(read_model_config(folder), placement)
     load_weights(folder, model.targets)
     return model
 
@@ -244,7 +245,7 @@ def test_loading_holds_the_result_and_a_layer(tmp_path: Path, name: str | None) 
     quantization = "int4" if name is None else None
     with LiveBytes() as live:
         placement = placement_of(tmp_path, quantization, dtype=torch.bfloat16)
-        model = Decoder(read_model_config(tmp_path, quantization), placement)
+        model = make_decoder(read_model_config(tmp_path, quantization), placement)
         load_weights(tmp_path, model.targets)
         num_bytes = sum(target.nbytes for target in model.targets.values())
     assert num_bytes < live.most < num_bytes + layer_bytes
@@ -256,7 +257,7 @@ def test_dummy_weights_are_the_same_packed_or_not(tmp_path: Path) -> None:
     found = []
     for stays_quantised in (False, True):
         placement = placement_of(tmp_path, stays_quantised=stays_quantised)
-        model = Decoder(read_model_config(tmp_path), placement)
+        model = make_decoder(read_model_config(tmp_path), placement)
         fill_dummy_weights(model.targets, std=0.02, seed=3)
         found.append(weights_of(model))
     torch.testing.assert_close(found[0], found[1], rtol=2**-15, atol=0)
@@ -430,13 +431,15 @@ def test_the_bytes_of_weights_are_known_before_they_are_read(
     else:
         write_int4_checkpoint(tmp_path, name, **ALIGNED)
     placement = placement_of(tmp_path, quantization, dtype=torch.bfloat16)
-    model = Decoder(read_model_config(tmp_path, quantization), placement)
+    model = make_decoder(read_model_config(tmp_path, quantization), placement)
     num_bytes = sum(target.nbytes for target in model.targets.values())
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16", quantization=quantization)
     dummy = dataclasses.replace(config, load_format="dummy")
     assert weights_bytes(config) == pytest.approx(num_bytes, rel=2e-2)
     assert weights_bytes(dummy) == pytest.approx(num_bytes, rel=2e-2)
-    floats = Decoder(read_model_config(tmp_path), placement_of(tmp_path, stays_quantised=False))
+    floats = make_decoder(
+        read_model_config(tmp_path), placement_of(tmp_path, stays_quantised=False)
+    )
     num_bytes = sum(target.nbytes for target in floats.targets.values())
     in_floats = dataclasses.replace(config, dtype="float32")
     assert weights_bytes(in_floats) == pytest.approx(num_bytes, rel=2e-2)
@@ -481,7 +484,7 @@ def test_experts_are_those_of_the_file(tmp_path: Path, name: str, stays_quantise
         expected = theirs[f"model.layers.0.mlp.experts.{part}_proj"]
         torch.testing.assert_close(found, expected, rtol=rtol, atol=0)
     gate = "model.layers.0.mlp.gate.weight"
-    assert torch.equal(model.layers[0].mlp.router.weight, theirs[gate])
+    assert torch.equal(model.layers[0].mlp.mixture.router, theirs[gate])
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq, groups of 32", "compressed, channel"])
@@ -558,7 +561,7 @@ def test_loading_experts_holds_the_result_and_a_layer(tmp_path: Path, name: str 
     with LiveBytes() as live:
         changes = {"dtype": torch.bfloat16, "has_merged_experts": name is None}
         placement = placement_of(tmp_path, quantization, **changes)
-        model = Decoder(read_model_config(tmp_path, quantization), placement)
+        model = make_decoder(read_model_config(tmp_path, quantization), placement)
         load_weights(tmp_path, model.targets)
         num_bytes = sum(target.nbytes for target in model.targets.values())
     assert num_bytes < live.most < num_bytes + layer_bytes
@@ -569,7 +572,7 @@ def test_dummy_experts_are_the_same_packed_or_not(tmp_path: Path) -> None:
     found = []
     for changes in ({"stays_quantised": False}, {}, {"communicator": rank_of(1, 2)}):
         placement = placement_of(tmp_path, "int4", has_expert_parallel=True, **changes)
-        model = Decoder(read_model_config(tmp_path, "int4"), placement)
+        model = make_decoder(read_model_config(tmp_path, "int4"), placement)
         fill_dummy_weights(model.targets, std=0.02, seed=3)
         found.append(experts_of(model))
     for plain, packed, of_rank in zip(*found, strict=True):
@@ -596,7 +599,7 @@ def test_the_bytes_of_experts_are_known(tmp_path: Path, name: str | None, inner:
     else:
         write_int4_checkpoint(tmp_path, name, **sizes)
     placement = placement_of(tmp_path, quantization, dtype=torch.bfloat16)
-    model = Decoder(read_model_config(tmp_path, quantization), placement)
+    model = make_decoder(read_model_config(tmp_path, quantization), placement)
     num_bytes = sum(target.nbytes for target in model.targets.values())
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16", quantization=quantization)
     assert weights_bytes(config) == pytest.approx(num_bytes, rel=2e-2)
@@ -613,7 +616,7 @@ def test_experts_are_dequantised(tmp_path: Path) -> None:
     weight = "model.layers.0.mlp.experts.3.down_proj.weight"
     expected = quantised(plain[weight], FORMATS[name]).meant
     assert torch.equal(model.targets[weight].tensor, expected)
-    assert torch.equal(model.layers[0].mlp.router.weight, plain["model.layers.0.mlp.gate.weight"])
+    assert torch.equal(model.layers[0].mlp.mixture.router, plain["model.layers.0.mlp.gate.weight"])
 
 
 def test_layers_multiply_as_their_dequantised_weights_do(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from baton.engine.model.config_fields import Fields
-from baton.engine.model.layers import RotaryEmbedding
 from baton.engine.model.rope_config import DynamicScaling, RopeConfig, YarnScaling, read_rope
-from baton.engine.model.rotary import inv_freq
+from baton.engine.model.rotary import inv_freq, make_rotary_embedding
 
 HEAD_DIM, LENGTH = 48, 256
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -81,7 +80,7 @@ def test_angles_equal_transformers(tmp_path: Path, name: str) -> None:
     theirs, ours = both(tmp_path, SCALINGS[name])
     wanted, scale = ROPE_INIT_FUNCTIONS[SCALINGS[name]["rope_type"]](theirs)
     torch.testing.assert_close(inv_freq(ours, HEAD_DIM), wanted, rtol=1e-6, atol=0)
-    cos, sin = RotaryEmbedding(ours, HEAD_DIM, torch.device("cpu"))(torch.tensor([0, 7, 300]))
+    cos, sin = make_rotary_embedding(ours, HEAD_DIM, torch.device("cpu"))(torch.tensor([0, 7, 300]))
     angles = torch.tensor([0.0, 7.0, 300.0])[:, None] * wanted
     torch.testing.assert_close(cos[:, 0, : HEAD_DIM // 2], angles.cos() * scale)
     torch.testing.assert_close(sin[:, 0, HEAD_DIM // 2 :], angles.sin() * scale)
@@ -90,7 +89,7 @@ def test_angles_equal_transformers(tmp_path: Path, name: str) -> None:
 def test_dynamic_angles_are_those_of_a_sequence_that_ends_there(tmp_path: Path) -> None:
     theirs, ours = both(tmp_path, {"rope_type": "dynamic", "factor": 4.0})
     positions = torch.tensor([0, 100, LENGTH - 1, LENGTH, 300, 1000])
-    cos, _ = RotaryEmbedding(ours, HEAD_DIM, torch.device("cpu"))(positions)
+    cos, _ = make_rotary_embedding(ours, HEAD_DIM, torch.device("cpu"))(positions)
     for row, position in zip(cos[:, 0], positions.tolist(), strict=True):
         wanted, _ = ROPE_INIT_FUNCTIONS["dynamic"](theirs, seq_len=position + 1)
         torch.testing.assert_close(
@@ -101,7 +100,7 @@ def test_dynamic_angles_are_those_of_a_sequence_that_ends_there(tmp_path: Path) 
 @pytest.mark.parametrize("scaling", [*SCALINGS.values(), {"rope_type": "dynamic", "factor": 4.0}])
 def test_a_position_has_the_same_bits_in_any_batch(tmp_path: Path, scaling: dict[str, Any]) -> None:
     _, ours = both(tmp_path, scaling)
-    rotary = RotaryEmbedding(ours, HEAD_DIM, torch.device("cpu"))
+    rotary = make_rotary_embedding(ours, HEAD_DIM, torch.device("cpu"))
     positions = torch.randint(0, 2 * LENGTH, (64,), generator=torch.Generator().manual_seed(0))
     cos, sin = rotary(positions)
     for index in range(0, 64, 7):

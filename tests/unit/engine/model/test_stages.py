@@ -14,7 +14,7 @@ from checkpoints import write_checkpoint
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.decode_node import engine_main as decode
-from baton.engine.model.decoder import Decoder
+from baton.engine.model.construction.decoder import make_decoder
 from baton.engine.model.model_config import ModelConfig, read_model_config
 from baton.engine.model.stages import layer_ranges
 from baton.engine.model.weights.placement import Placement
@@ -120,11 +120,11 @@ def test_a_stage_holds_its_own_weights_alone(tmp_path: Path, is_tied: bool) -> N
     write_checkpoint(tmp_path, num_hidden_layers=5, tie_word_embeddings=is_tied)
     config = read_model_config(tmp_path)
     placement = Placement(torch.device("cpu"), torch.float32)
-    whole = Decoder(config, placement).targets
+    whole = make_decoder(config, placement).targets
     ends = ["model.norm.weight", "model.embed_tokens.weight" if is_tied else "lm_head.weight"]
     held: list[str] = []
     for layers in layer_ranges(config, 3):
-        targets = Decoder(config, placement, None, layers).targets
+        targets = make_decoder(config, placement, None, layers).targets
         prefixes = tuple(f"model.layers.{n}." for n in range(layers.first, layers.end))
         expected = {name for name in whole if name.startswith(prefixes)}
         if layers.is_first:

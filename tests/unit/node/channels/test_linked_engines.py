@@ -41,8 +41,8 @@ def reference(one: Request) -> list[int]:
 
 
 def assert_clean(world: NodeWorld) -> None:
-    assert world.prefill.is_clean(), world.prefill.role.ledger()
-    assert world.decode.is_clean(), world.decode.role.ledger()
+    assert world.prefill.is_clean(), world.prefill.loop.ledger()
+    assert world.decode.is_clean(), world.decode.loop.ledger()
 
 
 def assert_serves(world: NodeWorld, number: int) -> None:

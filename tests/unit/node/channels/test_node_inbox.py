@@ -75,7 +75,7 @@ def test_sockets_are_read_until_they_are_forgotten(
     inbox.put("x")
     assert sorted(inbox.receive(1.0)) == ["b", "x"]
     theirs.send(b"c")
-    inbox.forget(ours)
+    inbox.unwatch(ours)
     assert inbox.receive(0.01) == []
 
 

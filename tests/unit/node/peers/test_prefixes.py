@@ -62,7 +62,7 @@ def from_peer(one: Request, node: Node, num_blocks: int = NUM_BLOCKS) -> Request
 
 
 def counts(node: Node) -> node_pb2.Counters:
-    return node.role.counters()
+    return node.peers.fetches.counts
 
 
 def heard(node: Node, one: Request) -> Received:
@@ -71,7 +71,7 @@ def heard(node: Node, one: Request) -> Received:
 
 def assert_clean(world: NodeWorld) -> None:
     for node in (world.prefill, world.decode):
-        assert node.is_clean(), node.role.ledger()
+        assert node.is_clean(), node.loop.ledger()
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])

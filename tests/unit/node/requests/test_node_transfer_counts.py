@@ -17,7 +17,7 @@ def begin(world: NodeWorld, number: int) -> None:
 
 
 def load(world: NodeWorld) -> ReportedLoad:
-    beat = node_pb2.Heartbeat(held_blocks=7, counters=world.decode.role.counters())
+    beat = node_pb2.Heartbeat(held_blocks=7, counters=world.decode.role.counts)
     return load_from_wire(node_pb2.Heartbeat.FromString(beat.SerializeToString()))
 
 
