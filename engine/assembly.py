@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..constraints.grammars import Grammars
 from ..core.engine_config import EngineConfig
 from .engine import Engine
+from .engine_parts import make_parts
 from .execution.runner import ModelRunner
 from .kv.disk.disk_thread import make_disk
 from .kv.generations import Generations
@@ -58,18 +59,20 @@ class Assembly:
         self._disk = make_disk(config, runner.host_copier, short)
         self.adapters = adapters_of(runner.adapters, followers)
         self.engine = Engine(
-            join_ranks(runner, followers, config.pipeline_parallel_size),
-            limits,
-            generations,
-            fingerprint=short,
-            eos_token_ids=runner.eos_token_ids,
-            enable_prefix_caching=config.enable_prefix_caching,
-            cache_observer=cache_observer,
-            grammars=grammars,
-            host_copier=self._host_copier,
-            disk=self._disk,
-            adapters=room_for(self.adapters, config.max_loras, config.num_host_adapters),
-            proposer=make_proposer(config.speculation, drafter_of(runner, followers)),
+            make_parts(
+                join_ranks(runner, followers, config.pipeline_parallel_size),
+                limits,
+                generations,
+                fingerprint=short,
+                eos_token_ids=runner.eos_token_ids,
+                enable_prefix_caching=config.enable_prefix_caching,
+                cache_observer=cache_observer,
+                grammars=grammars,
+                host_copier=self._host_copier,
+                disk=self._disk,
+                adapters=room_for(self.adapters, config.max_loras, config.num_host_adapters),
+                proposer=make_proposer(config.speculation, drafter_of(runner, followers)),
+            )
         )
         self.engine.promise.tbt_target_s = config.tbt_target_s
 

@@ -17,42 +17,22 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from itertools import count
 from typing import TypeAlias
 
-from ..constraints.grammars import Grammars
 from ..core.errors import InvalidRequest
-from ..core.ports import Clock, SystemClock
+from .engine_parts import EngineParts
 from .engine_stats import EngineStats
-from .execution.batch import Runner, SampledToken
-from .execution.constraints import Constraints, within
+from .execution.batch import SampledToken
+from .execution.constraints import within
 from .first_steps import measure_first_steps
 from .input_batch import InputBatch
-from .kv.block_pool import BlockPool
-from .kv.disk.disk_thread import DiskThread
-from .kv.disk.disk_tier import DiskTier
-from .kv.generations import Generations
-from .kv.host_blocks import HostBlocks
-from .kv.host_copies import HostCopier
-from .kv.host_tier import HostTier
-from .kv.lent_prefixes import LentPrefixes
-from .kv.limits import EngineLimits
-from .kv.prefix_cache import CacheObserver, PrefixCache
 from .live_sequences import LiveSequences
-from .lora.adapter_room import AdapterRoom
-from .scheduling.admission import OutputLengthEstimator
-from .scheduling.block_tables import BlockTables
-from .scheduling.costs.step_cost_estimator import StepCostEstimator
-from .scheduling.host_prefixes import HostPrefixes
 from .scheduling.outputs import ChunkOutput, PromptLogprobs, StepOutput
 from .scheduling.pipeline_share import PipelineShare
 from .scheduling.schedule import Schedule, step_shape
-from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
-from .speculation.draft_model import DraftModelProposer
-from .speculation.proposer import Proposer
-from .speculation.speculator import Speculator
 from .step_in_flight import StepInFlight
 
 Meanwhile: TypeAlias = Callable[[], bool]
@@ -63,70 +43,21 @@ _EARLY, _EARLY_BEHIND_DECODES, _LEAST_EARLY_S = 0.05, 0.25, 0.0015
 
 
 class Engine(LiveSequences):
-    """`pool`: transports open fences on the blocks that they fill; `prefixes`: from and for other
-    engines; `promise`: how long steps with decodes take at most; `stats`: what it tells of itself.
+    """`pool`: transports open fences on the blocks that they fill; `prefixes`: shared with other
+    engines; `promise`: the longest time of a step with decodes; `stats`: load and counts.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        limits: EngineLimits,
-        generations: Generations,
-        *,
-        fingerprint: str,
-        eos_token_ids: Collection[int],
-        enable_prefix_caching: bool = True,
-        cache_observer: CacheObserver | None = None,
-        estimator: OutputLengthEstimator | None = None,
-        grammars: Grammars | None = None,
-        clock: Clock | None = None,
-        host_copier: HostCopier | None = None,
-        disk: DiskThread | None = None,
-        adapters: AdapterRoom[Sequence] | None = None,
-        proposer: Proposer | None = None,
-    ) -> None:
-        """Without `grammars` no request may have a constraint, without `adapters` none a LoRA
-        adapter; `host_copier`: to host memory, where the prefix cache goes on, and from there
-        to `disk`; `proposer`: speculation by its drafts."""
-        self._clock = clock = clock or SystemClock()
-        self._step_costs = costs = StepCostEstimator(limits.graph_prompt_tokens)
-        self.pool = pool = BlockPool(limits.num_blocks, generations)
-        size, has_host = limits.block_size, host_copier is not None and enable_prefix_caching
-        host_blocks = HostBlocks() if has_host else None
-        cache = PrefixCache(
-            pool, is_enabled=enable_prefix_caching, observer=cache_observer, host=host_blocks
-        )
-        self._host: HostTier | None = None
-        if host_copier is not None and host_blocks is not None:
-            tier = None if disk is None else DiskTier(disk, host_blocks, clock)
-            self._host = HostTier(
-                *(host_copier, host_blocks, pool, cache, generations, costs.estimate, size, tier)
-            )
-        host_prefixes = None if self._host is None else HostPrefixes(self._host, size)
-        tables = BlockTables(pool, cache, size, host_prefixes)
-        tables.has_draft_model = isinstance(proposer, DraftModelProposer) and not proposer.is_head
-        estimator = estimator or OutputLengthEstimator()
-        scheduler = Scheduler(limits, pool, tables, estimator, costs)
-        if adapters is not None:
-            scheduler.queues.in_adapter_room = adapters.parked
-        constraints = None if grammars is None else Constraints(grammars)
-        super().__init__(
-            *(runner, limits, scheduler, tables, adapters, constraints),
-            fingerprint=fingerprint,
-            eos_token_ids=eos_token_ids,
-            on_end=estimator.observe,
-        )
-        self.prefixes = LentPrefixes(pool, cache, scheduler.room_beside_running)
-        self.promise = scheduler.promise
-        self._speculator: Speculator | None = None
-        if proposer is not None:
-            parts = (proposer, limits, costs, constraints, self._eos_token_ids, clock)
-            self._speculator = Speculator(*parts, runs_ahead=runner.runs_ahead)
-        self.stats = EngineStats(
-            *(limits, pool, scheduler, tables, self.by_key, estimator, adapters),
-            *(self._step_record, costs, self._host, self._speculator),
-        )
-        self._input_batch = InputBatch(size, self._eos_token_ids)
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        self.pool = parts.pool
+        self.prefixes = parts.prefixes
+        self.promise = parts.scheduler.promise
+        self.stats = EngineStats(parts, self.by_key)
+        self._clock = parts.clock
+        self._step_costs = parts.step_costs
+        self._host = parts.host
+        self._speculator = parts.speculator
+        self._input_batch = InputBatch(self.limits.block_size, self._eos_token_ids)
         self._ended_s = 0.0  # when the last step that was collected had ended
         self._seen_s = 0.0  # and when it was collected
         self._launching_s: dict[bool, float] = {}  # of the last step with prompts, and without

@@ -9,51 +9,35 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..core.request.request import Request
 from ..core.step_cost import StepCost, pairs_of
-from .kv.block_pool import BlockPool
+from .engine_parts import EngineParts
 from .kv.disk.disk_tier import DiskCounts
 from .kv.host_copies import HostCounts
-from .kv.host_tier import HostTier
-from .kv.limits import EngineLimits
-from .lora.adapter_room import AdapterRoom
-from .scheduling.admission import OutputLengthEstimator
-from .scheduling.block_tables import BlockTables
-from .scheduling.costs.step_cost_estimator import StepCostEstimator, StepRecord
 from .scheduling.outputs import Load, SpeculationCounts, Totals
-from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence
-from .speculation.speculator import Speculator
 
 
 class EngineStats:
     """Of one engine."""
 
-    def __init__(
-        self,
-        limits: EngineLimits,
-        pool: BlockPool,
-        scheduler: Scheduler,
-        tables: BlockTables,
-        sequences: Mapping[str, Sequence],
-        estimator: OutputLengthEstimator,
-        adapters: AdapterRoom[Sequence] | None,
-        step_record: StepRecord,
-        step_costs: StepCostEstimator,
-        host: HostTier | None,
-        speculator: Speculator | None,
-    ) -> None:
+    def __init__(self, parts: EngineParts, sequences: Mapping[str, Sequence]) -> None:
         self.count_experts: Callable[[], tuple[int, ...]] = tuple  # see Totals.expert_tokens
         self.num_expert_ranks = 1  # that have experts whole, each as many
-        self._limits = limits
-        self._pool = pool
-        self._scheduler = scheduler
-        self._tables = tables
+        self._limits = parts.limits
+        self._pool = parts.pool
+        self._scheduler = parts.scheduler
+        self._tables = parts.tables
         self._sequences = sequences
-        self._estimator = estimator
-        self._adapters = adapters
-        self._step_record = step_record
-        self._step_costs = step_costs
-        self._host = host
-        self._speculator = speculator
+        self._output_lengths = parts.output_lengths
+        self._step_record = parts.step_record
+        self._step_costs = parts.step_costs
+        self._host = parts.host
+        self._speculator = parts.speculator
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether tokens of prompts wait, for an adapter too, or are being computed."""
+        queues = self._scheduler.queues
+        return bool(queues.parked or queues.waiting) or queues.has_prefills
 
     def load(self, pending: Iterable[Request] = ()) -> Load:
         """`pending`: requests that will come, but are not here yet."""
@@ -72,8 +56,8 @@ class EngineStats:
             credit_blocks=max(0, self._limits.held_blocks_limit - held_blocks),
             held_blocks=held_blocks,
             room_blocks=self._scheduler.room_blocks(pending),
-            output_tokens=self._estimator.expected,
-            mean_output_tokens=round(self._estimator.mean),
+            output_tokens=self._output_lengths.expected,
+            mean_output_tokens=round(self._output_lengths.mean),
             waiting_by_caller=waiting,
             decodes=queues.decodes(),
         )

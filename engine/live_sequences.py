@@ -3,7 +3,7 @@ forked), what a step's tokens do to it (it goes on, forks, is held or ends), and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container
+from collections.abc import Collection, Container
 from collections.abc import Sequence as Row
 from functools import partial
 from math import isnan
@@ -12,48 +12,35 @@ from ..core.errors import BatonError, EngineFailed, HandoffFailed, InvalidReques
 from ..core.request.request import FinishReason, Request
 from ..core.request.token_ids import BlockHash, block_hashes, root_hash
 from .beams.beam_search import BeamSearch, BeamSearches
-from .execution.batch import Runner, SampledToken
-from .execution.constraints import Constraints
+from .engine_parts import EngineParts
+from .execution.batch import SampledToken
 from .kv.block_pool import BlockRefs, Reservation
-from .kv.limits import EngineLimits
-from .lora.adapter_room import AdapterRoom, refuse_adapter
-from .scheduling.block_tables import BlockTables
-from .scheduling.costs.step_cost_estimator import StepRecord
+from .lora.adapter_room import refuse_adapter
 from .scheduling.outputs import ChunkOutput, StepOutput, TokenOutput
-from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
 
 _token_output = partial(tuple.__new__, TokenOutput)  # a step makes hundreds
 
 
 class LiveSequences:
-    """`on_end(num_outputs)`: one ended by itself."""
+    """The sequences of one engine."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        limits: EngineLimits,
-        scheduler: Scheduler,
-        tables: BlockTables,
-        adapters: AdapterRoom[Sequence] | None,
-        constraints: Constraints | None,
-        *,
-        fingerprint: str,
-        eos_token_ids: Collection[int],
-        on_end: Callable[[int], None],
-    ) -> None:
-        self.limits = limits
-        self.adapters = adapters
+    def __init__(self, parts: EngineParts) -> None:
+        self.limits = parts.limits
+        self.adapters = parts.adapters
         self.by_key: dict[str, Sequence] = {}
-        self.beams = BeamSearches(scheduler, self.by_key, runner, eos_token_ids, on_end)
-        self._runner = runner
-        self._scheduler = scheduler
-        self._tables = tables
-        self._constraints = constraints
-        self._fingerprint = fingerprint
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._on_end = on_end
-        self._step_record = StepRecord()
+        self.beams = BeamSearches(
+            *(parts.scheduler, self.by_key, parts.runner, parts.eos_token_ids),
+            on_end=parts.output_lengths.observe,
+        )
+        self._runner = parts.runner
+        self._scheduler = parts.scheduler
+        self._tables = parts.tables
+        self._constraints = parts.constraints
+        self._fingerprint = parts.fingerprint
+        self._eos_token_ids = parts.eos_token_ids
+        self._output_lengths = parts.output_lengths
+        self._step_record = parts.step_record
         self._num_arrivals = 0
 
     # -- requests in ------------------------------------------------------------------------------
@@ -284,7 +271,7 @@ class LiveSequences:
         sequence.forks = ()
         sequence.token_ids.append(sampled.token_id)
         if not goes_on:
-            self._on_end(sequence.num_outputs)
+            self._output_lengths.observe(sequence.num_outputs)
             self._end(sequence)
         elif is_held:
             self._hold(sequence)
@@ -356,12 +343,6 @@ class LiveSequences:
             self._scheduler.remove(sequence)
 
     # -- looking in -------------------------------------------------------------------------------
-
-    @property
-    def has_prompts(self) -> bool:
-        """Whether tokens of prompts wait, for an adapter too, or are being computed."""
-        queues = self._scheduler.queues
-        return bool(queues.parked or queues.waiting) or queues.has_prefills
 
     def block_refs(self, key: str, first: int, last: int) -> BlockRefs:
         """Logical blocks [first, last) of a request that holds blocks (else KeyError).

@@ -15,6 +15,7 @@ from unittest import mock
 
 from baton.core.metrics import TokenTimes
 from baton.engine.engine import Engine
+from baton.engine.engine_parts import make_parts
 from baton.engine.execution.batch import CompletedStep, LaunchedStep, SampledToken, SequenceSlice
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
@@ -115,13 +116,15 @@ class Player:
             graph_prompt_tokens=runner.graph_prompt_tokens if scheme.has_graphs else 0,
         )
         return Engine(
-            EndingRunner(runner, jobs, eos, runs_ahead=scheme.runs_ahead),
-            limits,
-            LocalGenerations(self._num_blocks),
-            fingerprint=scheme.name,
-            eos_token_ids=[eos],
-            enable_prefix_caching=scheme.has_prefix_cache,
-            estimator=scheme.estimator(),
+            make_parts(
+                EndingRunner(runner, jobs, eos, runs_ahead=scheme.runs_ahead),
+                limits,
+                LocalGenerations(self._num_blocks),
+                fingerprint=scheme.name,
+                eos_token_ids=[eos],
+                enable_prefix_caching=scheme.has_prefix_cache,
+                estimator=scheme.estimator(),
+            )
         )
 
     def play(self, scheme: Scheme, jobs: Sequence[Job], arrivals_s: Sequence[float]) -> Outcome:

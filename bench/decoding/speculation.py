@@ -29,6 +29,7 @@ from tokenizers import Tokenizer
 from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.engine import Engine
+from baton.engine.engine_parts import make_parts
 from baton.engine.execution.batch import LaunchedStep, Runner, SampledToken, SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
@@ -93,13 +94,15 @@ def engine_of(local: LocalEngine, runner: Runner, proposer: Proposer | None) -> 
     """Another engine over the same model and pool."""
     limits = local.engine.limits
     return Engine(
-        runner,
-        limits,
-        LocalGenerations(limits.num_blocks),
-        fingerprint="bench",
-        eos_token_ids=local.runner.eos_token_ids,
-        enable_prefix_caching=False,
-        proposer=proposer,
+        make_parts(
+            runner,
+            limits,
+            LocalGenerations(limits.num_blocks),
+            fingerprint="bench",
+            eos_token_ids=local.runner.eos_token_ids,
+            enable_prefix_caching=False,
+            proposer=proposer,
+        )
     )
 
 

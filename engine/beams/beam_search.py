@@ -12,7 +12,7 @@ that other requests crowd out come back as scheduler.py says; the beams' tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
 
 from ...core.errors import BatonError, InvalidRequest, PromptTooLarge
@@ -59,13 +59,13 @@ class BeamSearches:
         scheduler: Scheduler,
         sequences: MutableMapping[str, Sequence],
         runner: Runner,
-        eos_token_ids: Collection[int],
+        eos_token_ids: frozenset[int],
         on_end: Callable[[int], None],
     ) -> None:
         self._scheduler = scheduler
         self._sequences = sequences
         self._runner = runner
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._eos_token_ids = eos_token_ids
         self._on_end = on_end
         self.by_key: dict[str, BeamSearch] = {}
         self._due: list[BeamSearch] = []  # that found something since `advance`

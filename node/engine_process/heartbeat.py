@@ -115,7 +115,7 @@ class EngineNumbers:
         gateways that have not sent it would send theirs here as well, or go on to reckon with a
         queue that is gone.
         """
-        now_s, has_prompts = self._clock.monotonic_s(), self._engine.has_prompts
+        now_s, has_prompts = self._clock.monotonic_s(), self._engine.stats.has_prompts
         if now_s < self._recount_s and has_prompts == self._had_prompts:
             return self._recount_s
         self._recount_s, self._had_prompts = now_s + RECOUNT_S, has_prompts

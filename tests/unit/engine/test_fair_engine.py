@@ -16,6 +16,7 @@ from fakes.timed_device import TimedDevice
 from baton.core.request.request import Request, SamplingParams
 from baton.core.step_cost import StepShape
 from baton.engine.engine import Engine
+from baton.engine.engine_parts import make_parts
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -44,10 +45,10 @@ class Played:
     def __init__(self, *, runs_ahead: bool, chunk: int) -> None:
         self.device = PlayedDevice(runs_ahead)
         limits = EngineLimits(40_000, 16, 32_000, prefill_chunk_tokens=chunk)
-        self.engine = Engine(
+        self.engine = Engine(make_parts(
             self.device, limits, LocalGenerations(40_000), fingerprint="m", eos_token_ids=(),
             enable_prefix_caching=False, clock=self.device,
-        )  # fmt: skip
+        ))  # fmt: skip
         self.random = random.Random(7)
         self.came_s: dict[str, float] = {}
         self.ttft_s: dict[str, float] = {}

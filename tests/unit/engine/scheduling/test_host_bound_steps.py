@@ -18,6 +18,7 @@ from fakes.timed_device import TimedDevice, TimedStep
 from baton.core.request.request import Request, SamplingParams
 from baton.core.step_cost import StepCost, StepShape, pairs_of
 from baton.engine.engine import Engine
+from baton.engine.engine_parts import make_parts
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -54,10 +55,10 @@ def engine_on(device: Device) -> Engine:
     limits = EngineLimits(
         60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=GRAPH_TOKENS
     )
-    return Engine(
+    return Engine(make_parts(
         device, limits, LocalGenerations(60_000), fingerprint="m", eos_token_ids=(),
         enable_prefix_caching=False, clock=device,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def run(kernels_s: float, *, promise_s: float | None) -> tuple[Engine, list[float]]:

@@ -28,6 +28,7 @@ from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.engine import Engine
+from baton.engine.engine_parts import make_parts
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -113,13 +114,15 @@ def engine_of(
 ) -> Engine:
     limits: dict[str, int] = {"max_num_batched_tokens": 24, "max_model_len": 400}
     return Engine(
-        runner,
-        EngineLimits(num_blocks, 16, **(limits | fields.pop("limits", {}))),
-        LocalGenerations(num_blocks),
-        fingerprint="test",
-        eos_token_ids=(),
-        proposer=proposer,
-        **fields,
+        make_parts(
+            runner,
+            EngineLimits(num_blocks, 16, **(limits | fields.pop("limits", {}))),
+            LocalGenerations(num_blocks),
+            fingerprint="test",
+            eos_token_ids=(),
+            proposer=proposer,
+            **fields,
+        )
     )
 
 

@@ -19,6 +19,7 @@ from baton.core.engine_config import EngineConfig
 from baton.core.request.constraint import Constraint, ConstraintKind
 from baton.core.request.request import Request, SamplingParams, token_key
 from baton.engine.engine import Engine
+from baton.engine.engine_parts import make_parts
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.local import LocalEngine
 from baton.engine.scheduling.outputs import TokenOutput
@@ -54,13 +55,15 @@ class Demo:
         runner = self.local.runner
         vocab_size, eos = runner.model_config.vocab_size, runner.eos_token_ids
         engine = Engine(
-            runner,
-            self.local.engine.limits,
-            LocalGenerations(200),
-            fingerprint="test",
-            eos_token_ids=eos,
-            grammars=Grammars(DEMO, vocab_size, eos),
-            proposer=proposer,
+            make_parts(
+                runner,
+                self.local.engine.limits,
+                LocalGenerations(200),
+                fingerprint="test",
+                eos_token_ids=eos,
+                grammars=Grammars(DEMO, vocab_size, eos),
+                proposer=proposer,
+            )
         )
         outputs: dict[str, list[TokenOutput]] = {}
         for request in requests:
