@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..constraints.grammars import Grammars
 from ..core.ports import Clock, SystemClock
-from .execution.batch import Runner
 from .execution.constraints import Constraints
+from .execution.runner_protocols import Runner
 from .kv.block_pool import BlockPool
 from .kv.disk.disk_thread import DiskThread
 from .kv.disk.disk_tier import DiskTier

@@ -15,7 +15,8 @@ from ..core.ports import Clock
 from ..core.request.request import SamplingParams
 from ..core.step_cost import StepShape, pairs_of
 from ..kernels.sampling.sample_spec import SampleSpec
-from .execution.batch import Runner, SequenceSlice
+from .execution.batch import SequenceSlice
+from .execution.runner_protocols import Runner
 from .kv.block_pool import NUM_RESERVED_BLOCKS
 from .kv.limits import EngineLimits
 from .scheduling.costs.step_cost_estimator import MIN_SAMPLES, StepCostEstimator

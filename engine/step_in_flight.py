@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.step_cost import StepShape
-from .execution.batch import LaunchedStep
+from .execution.runner_protocols import LaunchedStep
 from .scheduling.block_tables import StepFence
 from .scheduling.schedule import ScheduledSequence
 from .scheduling.sequence import Sequence

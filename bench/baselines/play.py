@@ -16,8 +16,10 @@ from unittest import mock
 from baton.core.metrics import TokenTimes
 from baton.engine.engine import Engine
 from baton.engine.engine_parts import make_parts
-from baton.engine.execution.batch import CompletedStep, LaunchedStep, SampledToken, SequenceSlice
+from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.execution.cpu_steps import CompletedStep
 from baton.engine.execution.runner import ModelRunner
+from baton.engine.execution.runner_protocols import LaunchedStep
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.kv_memory import CpuKvMemory
 from baton.engine.kv.limits import EngineLimits
@@ -48,7 +50,7 @@ class EndingRunner:
     def _judge(self, one: SequenceSlice, token: SampledToken | None) -> SampledToken | None:
         if token is None or one.sample is None:
             return token
-        num_tokens = one.start + one.num_scheduled_tokens + 1
+        num_tokens = one.start + len(one.token_ids) + 1
         if num_tokens >= self._ends[one.sample.params.seed]:
             return token._replace(token_id=self._eos)
         return token._replace(token_id=token.token_id if token.token_id != self._eos else 1)

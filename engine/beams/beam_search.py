@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 
 from ...core.errors import BatonError, InvalidRequest, PromptTooLarge
 from ...core.request.request import Request
-from ..execution.batch import Runner, SampledToken
+from ..execution.batch import SampledToken
+from ..execution.runner_protocols import Runner
 from ..scheduling.outputs import FinishedBeam, StepOutput
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence, SequenceGroup, SequenceState

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, islice, repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...core.request.request import SamplingParams, TokenLogprobs
+from ...core.request.request import SamplingParams
 from ...kernels.attention.attention import AttentionMetadata
 from ...kernels.sampling.sample_spec import SampleSpec
 
@@ -55,10 +55,6 @@ class SequenceSlice(NamedTuple):
     draft_samples: Sequence[SampleSpec] = ()
     is_prompt: bool = False
     next_token_id: int | None = None
-
-    @property
-    def num_scheduled_tokens(self) -> int:
-        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -306,90 +302,3 @@ class SampledToken(NamedTuple):
         nothing = repeat(())
         rows = zip(token_ids, logprobs, *(nothing,) * 4)  # noqa: B905 (the last have no end)
         return [*map(partial(tuple.__new__, SampledToken), rows)]
-
-
-class LaunchedStep(Protocol):
-    """A step on the device."""
-
-    @property
-    def number(self) -> int:
-        """What those who read this device's count of steps see once its KV is written (or more).
-
-        0: it is not counted.
-        """
-        ...
-
-    @property
-    def device_s(self) -> float | None:
-        """How long it was on the device, from its first kernel on; None: it cannot tell. Behind
-        `collect`."""
-        ...
-
-    def has_completed(self) -> bool:
-        """Whether `collect` would not have to wait. Raises EngineFailed as it does."""
-        ...
-
-    def collect(self) -> list[SampledToken | None]:
-        """Wait until it has completed; call once. Parallel to the batch, None: nothing sampled.
-
-        Raises EngineFailed when the device is lost or out of memory: the engine must end.
-        """
-        ...
-
-    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-        """By slice, of the `prompt_targets` of those that have any. Behind `collect`."""
-        ...
-
-
-class Runner(Protocol):
-    """Executes steps: owns model, KV tensors and sampler; knows no request."""
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether `launch` returns before the step has completed.
-
-        One more step may then be launched before it is collected. Steps complete in order.
-        """
-        ...
-
-    def launch(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
-        """Begin one step; `batch` is not empty. Raises EngineFailed as `collect` does."""
-        ...
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (source, target), behind all launched steps; returns when it is done."""
-        ...
-
-
-class Drafter(Protocol):
-    """A runner with a draft model or a draft head beside its model."""
-
-    def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
-        """Between two steps: let the draft model continue each slice's sequence, by a token for
-        each of its `draft_samples`, drawn by that. `token_ids` are those that the draft model has
-        no KV of, up to the last. The block table has room for all. A head may have none to give.
-        Raises EngineFailed."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class CompletedStep:
-    """What a runner that does not run ahead returns."""
-
-    results: list[SampledToken | None]
-    prompt: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    number = 0
-    device_s = None
-
-    def behind(self, _first: LaunchedStep) -> CompletedStep:
-        """See GpuStep."""
-        return self
-
-    def has_completed(self) -> bool:
-        return True
-
-    def collect(self) -> list[SampledToken | None]:
-        return self.results
-
-    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-        return self.prompt

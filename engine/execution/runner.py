@@ -3,18 +3,20 @@
     config ─► placement ─► weights ─► KV pool and steps (step_builder.py)
 
 Knows no request and no schedule: what is computed together is the scheduler's choice, and a
-slice's token must not depend on it. How a step is run has step_runner.py.
+slice's token must not depend on it. A step is executed by cpu_steps.py or gpu/.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ...core.engine_config import EngineConfig
 from ...core.model_dir import eos_token_ids, resolve_model_dir
 from ...kernels.experts.expert_loads import ExpertLoadReader
+from ...kernels.kv.kv_blocks import copy_blocks
 from ..kv.block_pool import CANARY_BLOCK, canary_bytes
 from ..kv.cuda_step_count import CudaStepCount, count_steps
 from ..kv.generations import SharedGenerations
@@ -27,17 +29,19 @@ from ..model.model_config import read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
 from ..model.stages import layer_ranges
 from ..model.weights.filling import OnProgress
+from .batch import SequenceSlice, StepBatch
 from .cpu_steps import CpuSteps
 from .device import choose_attention, choose_kv_dtype, choose_placement
 from .drafting.head_model import make_draft_model
 from .model_loading import choose_max_model_len, load_model
+from .runner_protocols import Drafter, LaunchedStep
 from .step_builder import StepBuilder
-from .step_runner import StepRunner
 from .step_sizes import most_step_tokens
 
 
-class ModelRunner(StepRunner):
-    """Of one rank. `startup_notes` are lines for people.
+class ModelRunner:
+    """The Runner of one rank. `startup_notes` are lines for people; `drafter` is the draft model or
+    head, if there is one.
 
     All ranks of an engine are made, and launch the same steps, at the same time.
     """
@@ -143,10 +147,38 @@ class ModelRunner(StepRunner):
             built = builder.on_cpu(layout, num_blocks)
         else:
             built = builder.on_gpu(layout)
-        super().__init__(built, self._placement.device)
+        self.kv, self._steps, self._draft_steps = built
+        self.drafter: Drafter | None = self._draft_steps or self._steps.head
+        self.runs_ahead = self._steps.runs_ahead
+        self.launch: Callable[[Sequence[SequenceSlice]], LaunchedStep] = self._steps.launch
+        if self._draft_steps is not None:
+            self.launch = self._launch_behind_drafts
         self.max_num_seqs = builder.max_num_seqs
         self.host_copier = make_host_copier(config, self.kv, self._placement.device)
         communicator.stages.begin()
+
+    def _launch_behind_drafts(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
+        """A step, and before it the draft model's KV of its prompts."""
+        assert self._draft_steps is not None
+        batch = StepBatch.of(batch)
+        first = self._draft_steps.compute_prompts(batch.others)
+        step = self._steps.launch(batch)
+        return step if first is None else step.behind(first)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See Runner; no target may repeat.
+
+        Waits for the device: no fence keeps the sources from being handed out while they are read.
+        """
+        device = self._placement.device
+        sources, targets = zip(*pairs, strict=True) if pairs else ((), ())
+        copy_blocks(
+            self.kv.tensor,
+            torch.tensor(sources, dtype=torch.int64, device=device),
+            torch.tensor(targets, dtype=torch.int64, device=device),
+        )
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     @property
     def engine_block_bytes(self) -> int:
@@ -202,6 +234,6 @@ class ModelRunner(StepRunner):
             self.host_copier.close()
         if self._count is not None:
             self._count.close()
-        del self._steps, self._draft_steps, self._head_steps
+        del self.launch, self._steps, self._draft_steps, self.drafter
         self.kv.close()
         self._communicator.close()

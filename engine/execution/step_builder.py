@@ -4,7 +4,7 @@
     a GPU   largest step measured ─► KV pool of what that leaves ─► steps ─► graphs captured
 
 Steps of a draft model, or of a draft head, are made beside them. Loads nothing, and runs no
-request's step: see step_runner.py.
+request's step: see runner.py.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class StepBuilder:
         steps = self.gpu_steps(kv.tensor)
         draft_steps = self._gpu_draft_steps(kv.tensor)
         self._capture_graphs(steps, draft_steps)
-        num_tokens = sum(one.num_scheduled_tokens for one in batch)
+        num_tokens = sum(len(one.token_ids) for one in batch)
         for each in (self.model, self.drafting):
             if isinstance(each, Decoder):
                 num_sampled = min(num_tokens, self.max_num_seqs * (1 + config.max_drafts))

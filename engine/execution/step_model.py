@@ -13,7 +13,8 @@ from ...kernels.attention.attention import AttentionBackend
 from ..model.communicator import Communicator
 from ..model.layers import Product
 from ..model.stages import LayerRange
-from .batch import Drafter, StepBatch
+from .batch import StepBatch
+from .runner_protocols import Drafter
 
 
 class LmHead(Protocol):

@@ -50,7 +50,7 @@ class PromptLogprobs:
 @dataclass(frozen=True, slots=True)
 class ChunkOutput:
     """The KV of a held request's first `num_tokens` tokens is complete, 0: already, or once `step`
-    steps are: see `batch.LaunchedStep.number`.
+    steps are: see `LaunchedStep.number`.
 
     One with a step is followed by one without, unless the request ends before. That is the last one
     with what is `sampled` behind its tokens: a token, or the candidates that a search of beams

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from ...core.request.request import SamplingParams, token_key
 from ...kernels.sampling.sample_spec import SampleSpec
-from ..execution.batch import Drafter, SequenceSlice
+from ..execution.batch import SequenceSlice
+from ..execution.runner_protocols import Drafter
 from .proposer import Context
 
 

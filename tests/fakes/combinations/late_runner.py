@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.core.request.request import TokenLogprobs
-from baton.engine.execution.batch import LaunchedStep, SampledToken, SequenceSlice
+from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.constraints import TokenCounts
 from baton.engine.execution.runner import ModelRunner
+from baton.engine.execution.runner_protocols import LaunchedStep
 from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.lora.rank_adapters import RankAdapters
 
@@ -82,7 +83,8 @@ class LateRunner:
 
     def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
         assert not self._waiting, "drafts behind tokens that are not known"
-        return self.runner.draft(batch)
+        assert self.runner.drafter is not None
+        return self.runner.drafter.draft(batch)
 
     @property
     def _adapters(self) -> RankAdapters:

@@ -30,8 +30,8 @@ from baton.core.errors import PromptTooLarge
 from baton.core.request.request import Adapter, Request, TokenLogprobs
 from baton.engine.engine import Engine
 from baton.engine.engine_parts import make_parts
-from baton.engine.execution.batch import Runner
 from baton.engine.execution.runner import ModelRunner
+from baton.engine.execution.runner_protocols import Runner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.lora.adapter_files import HostAdapter

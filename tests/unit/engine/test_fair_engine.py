@@ -35,7 +35,7 @@ class PlayedDevice(TimedDevice):
     batches: list[int] = field(default_factory=list)
 
     def cost_s(self, batch: Sequence[SequenceSlice]) -> float:
-        self.batches.append(sum(one.num_scheduled_tokens for one in batch))
+        self.batches.append(sum(len(one.token_ids) for one in batch))
         return cost_s(self.batches[-1])
 
 

@@ -35,16 +35,16 @@ class TimedRunner(FakeRunner):
         self.blocks: set[int] = set()
 
     def launch(self, batch: list[SequenceSlice]) -> _Done:  # type: ignore[override]
-        ones = [part for part in batch if part.num_scheduled_tokens == 1]
-        prompts = [part for part in batch if part.num_scheduled_tokens > 1]
+        ones = [part for part in batch if len(part.token_ids) == 1]
+        prompts = [part for part in batch if len(part.token_ids) > 1]
         shape = StepShape(
-            sum(part.num_scheduled_tokens for part in prompts),
-            sum(pairs_of(part.num_scheduled_tokens, part.start) for part in prompts),
+            sum(len(part.token_ids) for part in prompts),
+            sum(pairs_of(len(part.token_ids), part.start) for part in prompts),
             len(ones),
             sum(part.start + 1 for part in ones),
         )
         for part in batch:
-            num_slots = part.start + part.num_scheduled_tokens
+            num_slots = part.start + len(part.token_ids)
             assert num_slots <= len(part.block_table) * BLOCK_SIZE
             self.blocks.update(part.block_table)
         self.shapes.append(shape)

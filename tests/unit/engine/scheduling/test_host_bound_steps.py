@@ -32,8 +32,8 @@ PROMISE_S, RATE, SECONDS = 0.048, 10.0, 12.0
 def shape_of(batch: Sequence[SequenceSlice]) -> StepShape:
     shape = StepShape()
     for one in batch:
-        if one.num_scheduled_tokens > 1:
-            shape = shape.with_prompt(one.num_scheduled_tokens, one.start)
+        if len(one.token_ids) > 1:
+            shape = shape.with_prompt(len(one.token_ids), one.start)
         else:
             num_decodes, keys = shape.num_decodes + 1, shape.keys + one.start + 1
             shape = replace(shape, num_decodes=num_decodes, keys=keys)
