@@ -21,12 +21,11 @@ from collections.abc import Callable
 from itertools import count
 from typing import TypeAlias
 
-from ..core.errors import InvalidRequest
 from .engine_parts import EngineParts
 from .engine_stats import EngineStats
 from .execution.batch import SampledToken
-from .execution.constraints import within
 from .first_steps import measure_first_steps
+from .grammar_masks import find_masks
 from .input_batch import InputBatch
 from .live_sequences import LiveSequences
 from .scheduling.outputs import ChunkOutput, PromptLogprobs, StepOutput
@@ -92,35 +91,42 @@ class Engine(LiveSequences):
         if self._scheduler.pipeline is not None:
             return self._step_pipeline(self._scheduler.pipeline, meanwhile)
         output = StepOutput()
-        previous = self._in_flight.popleft() if self._in_flight else None
-        must_wait = previous is not None and self._must_wait(previous)
+        if self._in_flight:
+            step = self._launch_behind(self._in_flight.popleft(), output, meanwhile)
+        else:
+            step = self._launch(None, output)
+            if step is None:
+                self._stall(meanwhile)
+        if step is not None and self._runner.runs_ahead:
+            self._in_flight.append(step)
+        elif step is not None:
+            self._collect(step, output)
+        return output
+
+    def _launch_behind(
+        self, previous: StepInFlight, output: StepOutput, meanwhile: Meanwhile | None
+    ) -> StepInFlight | None:
+        """Launch the next step, which is returned, and collect the previous one: in this order
+        unless the next step needs its tokens, or it has completed before the next one was due."""
         due_s = -math.inf if meanwhile is None else self._launch_due_s(previous)
+        must_wait = self._must_wait(previous)
         if must_wait:
             due_s = math.inf
         step, has_tried = None, self._clock.monotonic_s() >= due_s
         if has_tried:
             step = self._launch(previous, output)
-        if previous is not None:
-            while meanwhile is not None and not previous.launched.has_completed():
-                has_news = meanwhile() | self.poll_host()
-                if has_news and not must_wait:
-                    due_s = min(due_s, self._launch_due_s(previous))  # prompts take longer
-                is_due = step is None and self._clock.monotonic_s() >= due_s
-                if is_due and (has_news or not has_tried):
-                    has_tried = True
-                    step = self._launch(previous, output)
-            self._collect(previous, output, step)
-            if must_wait:
-                step = self._launch(None, output, is_waited_for=True)
-            elif not has_tried:  # it ended before it was to
-                step = self._launch(None, output)
-        elif step is None:
-            self._stall(meanwhile)
-        if step is not None and not self._runner.runs_ahead:
-            self._collect(step, output)
-        elif step is not None:
-            self._in_flight.append(step)
-        return output
+        while meanwhile is not None and not previous.launched.has_completed():
+            has_arrivals = meanwhile() | self.poll_host()
+            if has_arrivals and not must_wait:
+                due_s = min(due_s, self._launch_due_s(previous))  # prompts take longer to launch
+            is_due = step is None and self._clock.monotonic_s() >= due_s
+            if is_due and (has_arrivals or not has_tried):
+                has_tried = True
+                step = self._launch(previous, output)
+        self._collect(previous, output, step)
+        if not has_tried:
+            step = self._launch(None, output, is_waited_for=must_wait)
+        return step
 
     def _step_pipeline(self, pipeline: PipelineShare, meanwhile: Meanwhile | None) -> StepOutput:
         """Launch as many batches as have room in the pipeline, and collect the oldest."""
@@ -150,11 +156,11 @@ class Engine(LiveSequences):
         if meanwhile is not None and self._host is not None and self._host.has_work:
             meanwhile()
 
-    def _launch_due_s(self, previous: StepInFlight | None) -> float:
+    def _launch_due_s(self, previous: StepInFlight) -> float:
         """When to launch what comes behind `previous`: late, for a prompt that comes meanwhile to
         be in it; but it takes time, and the estimate may err."""
-        lasts_s = None if previous is None else self._step_costs.expected_s(previous.shape)
-        if previous is None or lasts_s is None:
+        lasts_s = self._step_costs.expected_s(previous.shape)
+        if lasts_s is None:
             return -math.inf
         early_s = _EARLY * lasts_s
         if previous.shape.num_decodes:
@@ -237,7 +243,10 @@ class Engine(LiveSequences):
             schedule = self._scheduler.schedule()
             if schedule.is_empty and not schedule.failed:
                 return None
-            self._follow_grammars(schedule)
+            sampled = [*schedule.clear, *(one.sequence for one in schedule.others if one.samples)]
+            constrained = [one for one in sampled if one.constrained is not None]
+            if constrained and self._constraints is not None:
+                find_masks(self._constraints, constrained, schedule)
             for sequence, error in schedule.failed:
                 self._fail(sequence, error, output)
             if schedule.failed:
@@ -245,27 +254,6 @@ class Engine(LiveSequences):
             if not schedule.is_empty:
                 return schedule
             # All have failed: there may be room for others, which waited for them.
-
-    def _follow_grammars(self, schedule: Schedule) -> None:
-        """Find the masks of those that sample. Those that cannot go on have failed, and drafts that
-        a grammar cannot be followed behind are left out."""
-        sampling = [*schedule.clear, *(one.sequence for one in schedule.others if one.samples)]
-        samples = [(one, one.constrained) for one in sampling if one.constrained is not None]
-        if self._constraints is None or not samples:
-            return
-        found = self._constraints.masks(
-            [(c, s.output_token_ids, s.draft_token_ids) for s, c in samples]
-        )
-        for (sequence, _), masks in zip(samples, found, strict=True):
-            if sequence.allowed is not None and not isinstance(masks, InvalidRequest):
-                masks = within(masks, sequence.allowed)
-            if isinstance(masks, InvalidRequest):
-                schedule.failed.append((sequence, masks))
-                continue
-            sequence.masks = masks
-            if len(masks) <= len(sequence.draft_token_ids):
-                sequence.draft_token_ids = sequence.draft_token_ids[: len(masks) - 1]
-                schedule.fit_drafts()
 
     def _begin(self, sequences: list[Sequence], output: StepOutput) -> list[Sequence]:
         """Those that are in a step for the first time."""
