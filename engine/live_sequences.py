@@ -16,6 +16,7 @@ from .engine_parts import EngineParts
 from .execution.batch import SampledToken
 from .kv.block_pool import BlockRefs, Reservation
 from .lora.adapter_room import refuse_adapter
+from .scheduling.forks import child_of
 from .scheduling.outputs import ChunkOutput, StepOutput, TokenOutput
 from .scheduling.sequence import Sequence, SequenceState
 
@@ -186,17 +187,14 @@ class LiveSequences:
         return search.keys if isinstance(search, BeamSearch) else (sequence.key,)
 
     def _fork(self, parent: Sequence, request: Request, token_id: int) -> None:
-        """A new sequence behind all of the parent's known tokens."""
-        child = Sequence(request, parent.arrival, False, parent.root_hash)
-        child.token_ids.append(token_id)
-        child.has_started = parent.has_started
-        child.next_prompt_logprob = len(request.prompt_token_ids)
+        """A further sample of the parent's prompt goes on as a sequence of its own."""
+        child = child_of(parent, request, token_id)
         if parent.constrained is not None:
             child.constrained = parent.constrained.another()
         if request.adapter is not None and self.adapters is not None:
             has_slot = self.adapters.take(child)
-            assert has_slot, "its parent's"
-        assert child.key not in self.by_key and child.num_tokens == parent.num_tokens + 1
+            assert has_slot, "the parent has one"
+        assert child.key not in self.by_key
         self.by_key[child.key] = child
         copies = self._scheduler.forks.fork(parent, child)
         if copies:

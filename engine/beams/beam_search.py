@@ -19,6 +19,7 @@ from ...core.errors import BatonError, InvalidRequest, PromptTooLarge
 from ...core.request.request import Request
 from ..execution.batch import SampledToken
 from ..execution.runner_protocols import Runner
+from ..scheduling.forks import child_of
 from ..scheduling.outputs import FinishedBeam, StepOutput
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence, SequenceGroup, SequenceState
@@ -182,16 +183,9 @@ class BeamSearches:
         """One more sequence behind the parent's tokens."""
         search.num_forks += 1
         request_id = f"{search.request.request_id}.{search.num_forks}"
-        child = Sequence(
-            replace(search.request, request_id=request_id, fork_ids=()),
-            parent.arrival,
-            False,
-            parent.root_hash,
-        )
-        child.token_ids = parent.token_ids[:]
-        child.token_ids.append(token_id)
-        child.has_started = True
-        child.next_prompt_logprob = len(search.request.prompt_token_ids)
+        request = replace(search.request, request_id=request_id, fork_ids=())
+        child = child_of(parent, request, token_id)
+        child.has_started = True  # the search is reported once, with its first sequence
         child.num_candidates, child.group = parent.num_candidates, search
         return child
 
