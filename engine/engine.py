@@ -58,7 +58,7 @@ class Engine(LiveSequences):
         self._speculator = parts.speculator
         self._input_batch = InputBatch(self.limits.block_size, self._eos_token_ids)
         self._ended_s = 0.0  # when the last step that was collected had ended
-        self._seen_s = 0.0  # and when it was collected
+        self._collected_s = 0.0  # and when it was collected
         self._launching_s: dict[bool, float] = {}  # of the last step with prompts, and without
         self._in_flight: deque[StepInFlight] = deque()  # they complete in their order
 
@@ -192,7 +192,7 @@ class Engine(LiveSequences):
         if schedule is None:
             return None
         clear, others, sequences = schedule.clear, schedule.others, schedule.sequences
-        fresh = self._begin(sequences, output)
+        fresh = self._mark_started(sequences, output)
         shape = step_shape(clear, others)
         places = {} if previous is None else previous.fence.places
         batch = self._input_batch.launch(schedule, places)
@@ -216,7 +216,7 @@ class Engine(LiveSequences):
             *(clear, others, fence, launched, shape, launched_s, launching_s, promise_s),
             has_drafts=has_drafts,
             num_in_flight=1 + len(self._in_flight),
-            hid_end=previous is not None and previous.launched.has_completed(),
+            previous_ended=previous is not None and previous.launched.has_completed(),
         )
         for sequence, num_tokens in others:
             if num_tokens > 1:
@@ -224,9 +224,9 @@ class Engine(LiveSequences):
         for sequence in fresh:
             self._tables.store(sequence)  # what was pulled: no sooner, its first step would wait
         if number := launched.number:
-            for one in (one for one, _ in others if one.is_held):
-                is_last, num_tokens = not one.is_prefilling, one.num_launched_tokens
-                output.chunks.append(ChunkOutput(one.key, num_tokens, is_last, step=number))
+            for held in (one for one, _ in others if one.is_held):
+                is_last, num_tokens = not held.is_prefilling, held.num_launched_tokens
+                output.chunks.append(ChunkOutput(held.key, num_tokens, is_last, step=number))
         return step
 
     def _plan(self, previous: StepInFlight | None, output: StepOutput) -> Schedule | None:
@@ -255,7 +255,7 @@ class Engine(LiveSequences):
                 return schedule
             # All have failed: there may be room for others, which waited for them.
 
-    def _begin(self, sequences: list[Sequence], output: StepOutput) -> list[Sequence]:
+    def _mark_started(self, sequences: list[Sequence], output: StepOutput) -> list[Sequence]:
         """Those that are in a step for the first time."""
         fresh = [sequence for sequence in sequences if not sequence.has_started]
         for sequence in fresh:
@@ -280,16 +280,16 @@ class Engine(LiveSequences):
         prompts = step.launched.prompt_logprobs()
         step.fence.close()
         self._measure(step, behind)
-        here = step.fence.places  # not what was aborted or preempted in flight, or ended late
+        live = step.fence.places  # not what was aborted or preempted in flight, or ended late
         n = len(step.clear)
         for index, logprobs in prompts.items():
-            if (sequence := step.others[index - n].sequence) in here and logprobs:
+            if (sequence := step.others[index - n].sequence) in live and logprobs:
                 first = sequence.next_prompt_logprob
                 output.prompt_logprobs.append(PromptLogprobs(sequence.key, first, logprobs))
                 sequence.next_prompt_logprob += len(logprobs)
-        self._advance_clear(step.clear, results[:n], here, output)
+        self._advance_clear(step.clear, results[:n], live, output)
         for (sequence, num_tokens), sampled in zip(step.others, results[n:], strict=True):
-            if sequence not in here or sequence.state is SequenceState.ENDED:  # with its search
+            if sequence not in live or sequence.state is SequenceState.ENDED:  # with its search
                 continue
             if sequence.draft_token_ids and sampled is not None:
                 self._advance_drafts(sequence, num_tokens, sampled, output)
@@ -322,10 +322,10 @@ class Engine(LiveSequences):
         nobody sees when: then too its device tells how long it took.
         """
         now_s, began_s = self._clock.monotonic_s(), max(step.launched_s, self._ended_s)
-        waited_s = now_s - max(step.launched_s, self._seen_s)
-        device_s, is_hidden = step.launched.device_s, behind is not None and behind.hid_end
+        waited_s = now_s - max(step.launched_s, self._collected_s)
+        device_s, is_hidden = step.launched.device_s, behind is not None and behind.previous_ended
         took_s = now_s - began_s if device_s is None else device_s
-        self._seen_s = now_s
+        self._collected_s = now_s
         self._ended_s = min(now_s, began_s + took_s) if is_hidden else now_s
         share = min(step.num_in_flight, self.limits.num_stages) / self.limits.num_stages
         self._step_record.observe(step.shape, waited_s * share, step.promise_s)

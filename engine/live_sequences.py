@@ -206,14 +206,14 @@ class LiveSequences:
         self,
         clear: Row[Sequence],
         sampled: Row[SampledToken | None],
-        here: Container[Sequence],
+        live: Container[Sequence],
         output: StepOutput,
     ) -> None:
         """As `_advance`, of the decodes that were clear, as far as they are still `here`: few of
         their tokens are anything but the next."""
-        eos, store, tell = self._eos_token_ids, self._tables.store, output.tokens.append
+        eos, store, emit = self._eos_token_ids, self._tables.store, output.tokens.append
         for sequence, token in zip(clear, sampled, strict=True):
-            if sequence not in here:
+            if sequence not in live:
                 continue
             assert token is not None
             token_id, logprob, top, *_ = token
@@ -222,7 +222,7 @@ class LiveSequences:
                 continue
             token_ids = sequence.token_ids
             index = len(token_ids) - sequence.num_prompt_tokens
-            tell(_token_output((sequence.key, index, token_id, logprob, None, top)))
+            emit(_token_output((sequence.key, index, token_id, logprob, None, top)))
             token_ids.append(token_id)
             sequence.num_awaited_tokens -= 1
             sequence.num_computed_tokens += 1
@@ -259,9 +259,9 @@ class LiveSequences:
         is held for any of them."""
         is_held, index = sequence.is_held, sequence.num_outputs
         sequence.num_awaited_tokens -= not is_held
-        goes_on = self._tell(sequence.request, index, sampled, output)
+        goes_on = self._output(sequence.request, index, sampled, output)
         for fork, token in zip(sequence.forks, sampled.forks, strict=True):
-            if self._tell(fork, index, token, output):
+            if self._output(fork, index, token, output):
                 if is_held:
                     goes_on = True
                 else:
@@ -275,7 +275,7 @@ class LiveSequences:
             self._hold(sequence)
         return goes_on
 
-    def _tell(
+    def _output(
         self, request: Request, index: int, sampled: SampledToken, output: StepOutput
     ) -> bool:
         """Output a request's token; whether the request goes on behind it."""

@@ -26,4 +26,4 @@ class StepInFlight:
     promise_s: float | None
     has_drafts: bool
     num_in_flight: int  # in a pipeline, with this one
-    hid_end: bool  # of the step before, which ended while this one was launched
+    previous_ended: bool  # of the step before, which ended while this one was launched
