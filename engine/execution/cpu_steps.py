@@ -43,7 +43,7 @@ class CompletedStep:
 
 
 class CpuSteps:
-    """Steps of `model` over the pool of `attention`."""
+    """Executes steps of `model` over the KV pool of `attention`."""
 
     runs_ahead = False
 
@@ -62,7 +62,7 @@ class CpuSteps:
         self.head: StepHead | None = None
 
     def capture_graphs(self) -> None:
-        """A CPU has none."""
+        """A CPU has no graphs."""
 
     def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
         """Compute the step. Raises EngineFailed, as `Runner.launch`."""
@@ -77,7 +77,7 @@ class CpuSteps:
             raise EngineFailed(f"the step failed: {error}") from error
 
     def sample_states(self, batch: Sequence[SequenceSlice], hidden: Tensor) -> CompletedStep:
-        """A step of decodes whose hidden states are there already."""
+        """A step of decodes whose hidden states are computed already."""
         return self._sample(StepBatch.of(batch), hidden)
 
     def _sample(self, batch: StepBatch, hidden: Tensor) -> CompletedStep:
