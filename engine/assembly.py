@@ -1,4 +1,4 @@
-"""An engine of the model that a runner has and of the other ranks, as its configuration says."""
+"""An engine over a runner's model and the other ranks, made from its configuration."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def grammars_of(runner: ModelRunner) -> Grammars:
 
 
 class Assembly:
-    """`engine`, and what else its configuration asks for: `adapters`, of all ranks, and a disk."""
+    """`engine` with what its configuration enables: `adapters` of all ranks, a disk."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Assembly:
         self.engine.promise.tbt_target_s = config.tbt_target_s
 
     def begin(self) -> None:
-        """Let there be host memory and a disk; steps take longer beside it."""
+        """Set up host memory and a disk in the background; steps take longer meanwhile."""
         if self._host_copier is not None:
             self._host_copier.begin()
         if self._disk is not None:

@@ -1,5 +1,4 @@
-"""What an engine tells of itself, for heartbeats, people and tests: how busy it is, and what it has
-counted. Changes nothing."""
+"""An engine's load and counters, for heartbeats, people and tests. Changes nothing."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from .scheduling.sequence import Sequence
 
 
 class EngineStats:
-    """Of one engine."""
+    """The load and counters of one engine."""
 
     def __init__(self, parts: EngineParts, sequences: Mapping[str, Sequence]) -> None:
         self.count_experts: Callable[[], tuple[int, ...]] = tuple  # see Totals.expert_tokens
-        self.num_expert_ranks = 1  # that have experts whole, each as many
+        self.num_expert_ranks = 1  # ranks with an equal share of whole experts
         self._limits = parts.limits
         self._pool = parts.pool
         self._scheduler = parts.scheduler
@@ -40,7 +39,7 @@ class EngineStats:
         return bool(queues.parked or queues.waiting) or queues.has_prefills
 
     def load(self, pending: Iterable[Request] = ()) -> Load:
-        """`pending`: requests that will come, but are not here yet."""
+        """`pending`: requests that are announced, but not queued yet."""
         queues = self._scheduler.queues
         held_blocks = queues.num_held_blocks
         waiting, waiting_pairs = Counter[int](), 0
@@ -63,10 +62,10 @@ class EngineStats:
         )
 
     def _prompts_left(self) -> Iterator[tuple[Sequence, int, int]]:
-        """Whose prompts are not computed yet, by how many tokens, those of steps in flight too, and
-        behind how many of its own.
+        """Sequences whose prompts are not computed: how many tokens are left, those of steps in
+        flight included, and how many come before them.
 
-        Of waiting prompts those that the prefix cache held when they came are left out.
+        Tokens of waiting prompts that the prefix cache held at their arrival are not counted.
         """
         queues = self._scheduler.queues
         for sequence in queues.waiting:
@@ -83,7 +82,7 @@ class EngineStats:
             yield sequence, sequence.num_tokens, 0
 
     def totals(self) -> Totals:
-        """What was counted since the engine was made."""
+        """Counts since the engine was made."""
         preemption, record, host = self._scheduler.preemption, self._step_record, self._host
         return Totals(
             num_preemptions=preemption.num_preemptions,
@@ -105,16 +104,16 @@ class EngineStats:
 
     @property
     def decode_step_p99_s(self) -> float | None:
-        """How long the last steps with decodes took, 99th percentile; None: there were none."""
+        """99th percentile of the last steps with decodes; None if there were none."""
         return self._step_record.p99_s
 
     def step_cost(self) -> StepCost | None:
-        """By the steps that were computed so far; None: too few."""
+        """The estimate from the steps so far; None if they were too few."""
         return self._step_costs.estimate()
 
     @property
     def step_cost_error(self) -> float | None:
-        """How far the last steps were from that, relative, 90th percentile; None: too few."""
+        """90th percentile of its relative error over the last steps; None if they were too few."""
         return self._step_costs.relative_error
 
     def ledger(self) -> dict[str, object]:

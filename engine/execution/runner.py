@@ -2,8 +2,8 @@
 
     config ─► placement ─► weights ─► KV pool and steps (step_builder.py)
 
-Knows no request and no schedule: what is computed together is the scheduler's choice, and a
-slice's token must not depend on it. A step is executed by cpu_steps.py or gpu/.
+Knows no request and no schedule: a slice's token must not depend on what the scheduler put in its
+step. cpu_steps.py or gpu/ execute the steps.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class ModelRunner:
             on_progress,
             self.startup_notes,
         )
-        self.model = model  # for whoever wants its weights
+        self.model = model  # weights are read by adapters and checks
         drafting, of_drafts = None, dict[str, str]()
         if draft_model is not None:
             drafting, of_drafts = draft_model.load_beside(model, self.startup_notes)
@@ -182,21 +182,21 @@ class ModelRunner:
 
     @property
     def engine_block_bytes(self) -> int:
-        """A KV block's on all ranks together."""
+        """Bytes of a KV block on all ranks together."""
         of_layer = self.kv.block_bytes // len(self.layers)
         return of_layer * self.model_config.num_layers * self._communicator.size
 
     @property
     def prefill_chunk_tokens(self) -> int:
-        """See `EngineLimits`. A CPU gains nothing by larger steps, and a pipeline is filled by
-        smaller ones."""
+        """See `EngineLimits`. 0 on a CPU, which gains nothing by larger steps, and in a pipeline,
+        which smaller ones fill."""
         is_gpu = self._placement.device.type == "cuda"
         is_pipeline = self._config.pipeline_parallel_size > 1
         return (self._config.prefill_chunk_tokens or 0) if is_gpu and not is_pipeline else 0
 
     @property
     def graph_rows(self) -> tuple[int, ...]:
-        """See `EngineLimits`. A CPU pads nothing."""
+        """See `EngineLimits`. Empty on a CPU, which pads nothing."""
         return () if isinstance(self._steps, CpuSteps) else self._steps.mixed_rows
 
     @property
@@ -205,31 +205,31 @@ class ModelRunner:
         return 0 if isinstance(self._steps, CpuSteps) else self._steps.mixed_tokens
 
     def expert_tokens(self) -> tuple[int, ...]:
-        """How many tokens chose each expert, over all layers; empty without experts. Never waits,
-        and is a little behind."""
+        """How many tokens chose each expert, over all layers; empty without experts. Does not wait
+        for the device, so the last steps may be missing."""
         return () if self._expert_loads is None else self._expert_loads.read()
 
     def forget_expert_tokens(self) -> None:
-        """Count them from 0 again: what steps had before the first request was nobody's."""
+        """Reset the counts after the test steps, which belong to no request."""
         if self._expert_loads is not None:
             self._expert_loads.forget()
 
     def count_steps(self, page: SharedGenerations) -> None:
-        """Let those who read `page` see which steps have completed, if this device can."""
+        """Publish the number of completed steps in `page`, if this device can write it."""
         if isinstance(self._steps, CpuSteps) or self._config.pipeline_parallel_size > 1:
-            return  # its steps have completed, on all stages, when they are reported
+            return  # steps are reported once they have completed, on all stages
         self._count = count_steps(page, self._placement.device)
         if self._count is not None:
             self._steps.count_in(self._count)
 
     def write_canary(self, incarnation: str) -> None:
-        """Fill the canary block, so that a puller can check that it reads this pool rightly."""
+        """Fill the canary block, by which a puller checks that it reads this pool correctly."""
         pattern = bytearray(canary_bytes(incarnation, self.kv.block_bytes))
         block = self.kv.tensor[CANARY_BLOCK].view(torch.uint8)
         block.copy_(torch.frombuffer(pattern, dtype=torch.uint8).view(block.shape))
 
     def close(self) -> None:
-        """Give the KV memory back; no step may be in flight."""
+        """Release the KV memory; no step may be in flight."""
         if self.host_copier is not None:
             self.host_copier.close()
         if self._count is not None:
