@@ -10,7 +10,7 @@ from .proposer import Proposer
 
 
 def make_proposer(config: SpeculativeConfig | None, drafter: Drafter | None) -> Proposer | None:
-    """None: no speculation. `drafter` is for draft models and heads."""
+    """None without speculation. `drafter`: the draft model or head, if the method has one."""
     if config is None:
         return None
     most = config.num_speculative_tokens
