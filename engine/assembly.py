@@ -71,7 +71,7 @@ class Assembly:
                 host_copier=self._host_copier,
                 disk=self._disk,
                 adapters=room_for(self.adapters, config.max_loras, config.num_host_adapters),
-                proposer=make_proposer(config.speculation, drafter_of(runner.drafter, followers)),
+                proposer=make_proposer(config.speculation, drafter_of(runner, followers)),
             )
         )
         self.engine.promise.tbt_target_s = config.tbt_target_s

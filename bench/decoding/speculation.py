@@ -119,14 +119,12 @@ def code_completion(num_drafts: int) -> list[Figure]:
     }
     config = EngineConfig(device="cpu", num_kv_blocks=400, speculative_config=json.dumps(drafting))
     local = LocalEngine.load(config, print)
-    drafter = local.runner.drafter
-    assert drafter is not None
     tokenizer = Tokenizer.from_file(str(local.model_dir / "tokenizer.json"))
     prompts = [tuple(tokenizer.encode(text).ids) for text in _PROMPTS]
     proposers: dict[str, Proposer | None] = {
         "without": None,
         "n-grams": NgramProposer(num_drafts, 5, 2),
-        "draft model": DraftModelProposer(drafter, num_drafts),
+        "draft model": DraftModelProposer(local.runner, num_drafts),
     }
     figures = [*_step_times(local)]
     for temperature in (0.0, 0.8):
@@ -163,11 +161,10 @@ def _step_times(local: LocalEngine) -> Iterator[Figure]:
     table = range(NUM_RESERVED_BLOCKS, NUM_RESERVED_BLOCKS + 16)
     decode = SequenceSlice((7,), 200, table, greedy)
     drafting = SequenceSlice((7,), 200, table, None, draft_samples=(greedy,))
-    runner, drafter = local.runner, local.runner.drafter
-    assert drafter is not None
+    runner = local.runner
     for name, step in (
         ("a step of the model", lambda: runner.launch([decode]).collect()),
-        ("a step of the draft model", lambda: drafter.draft([drafting])),
+        ("a step of the draft model", lambda: runner.draft([drafting])),
     ):
         times = []
         for _ in range(_TIMED_STEPS):

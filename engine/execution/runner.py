@@ -40,8 +40,8 @@ from .step_sizes import most_step_tokens
 
 
 class ModelRunner:
-    """The Runner of one rank. `startup_notes` are lines for people; `drafter` is the draft model or
-    head, if there is one.
+    """The Runner of one rank, and the Drafter of its draft model or head. `startup_notes` are lines
+    for people.
 
     All ranks of an engine are made, and launch the same steps, at the same time.
     """
@@ -148,7 +148,7 @@ class ModelRunner:
         else:
             built = builder.on_gpu(layout)
         self.kv, self._steps, self._draft_steps = built
-        self.drafter: Drafter | None = self._draft_steps or self._steps.head
+        self._drafter: Drafter | None = self._draft_steps or self._steps.head
         self.runs_ahead = self._steps.runs_ahead
         self.launch: Callable[[Sequence[SequenceSlice]], LaunchedStep] = self._steps.launch
         if self._draft_steps is not None:
@@ -164,6 +164,11 @@ class ModelRunner:
         first = self._draft_steps.compute_prompts(batch.others)
         step = self._steps.launch(batch)
         return step if first is None else step.behind(first)
+
+    def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
+        """See Drafter. Steps are not handed out: `close` ends the last references to the KV."""
+        assert self._drafter is not None
+        return self._drafter.draft(batch)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See Runner; no target may repeat.
@@ -234,6 +239,6 @@ class ModelRunner:
             self.host_copier.close()
         if self._count is not None:
             self._count.close()
-        del self.launch, self._steps, self._draft_steps, self.drafter
+        del self.launch, self._steps, self._draft_steps, self._drafter
         self.kv.close()
         self._communicator.close()

@@ -203,8 +203,7 @@ def _serve(
                     previous.collect()  # it has completed, or soon will have
                 previous = launched
             case MessageKind.DRAFT:
-                assert runner.drafter is not None
-                runner.drafter.draft(decode(message.payload))
+                runner.draft(decode(message.payload))
             case MessageKind.COPY_BLOCKS:
                 pairs = np.frombuffer(message.payload, np.int64).reshape(2, -1)
                 runner.copy_blocks(list(zip(*pairs.tolist(), strict=True)))

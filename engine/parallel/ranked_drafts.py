@@ -27,6 +27,6 @@ class RankedDrafter:
             raise self._followers.explain(error) from error
 
 
-def drafter_of(mine: Drafter | None, followers: RankGroup | None) -> Drafter | None:
-    """The drafter of all ranks, if `mine`, rank 0's, is one."""
-    return mine if mine is None or followers is None else RankedDrafter(mine, followers)
+def drafter_of(mine: Drafter, followers: RankGroup | None) -> Drafter:
+    """The drafter of all ranks; `mine` is rank 0's, and the only one without `followers`."""
+    return mine if followers is None else RankedDrafter(mine, followers)

@@ -9,12 +9,11 @@ from .ngram import NgramProposer
 from .proposer import Proposer
 
 
-def make_proposer(config: SpeculativeConfig | None, drafter: Drafter | None) -> Proposer | None:
-    """None without speculation. `drafter`: the draft model or head, if the method has one."""
+def make_proposer(config: SpeculativeConfig | None, drafter: Drafter) -> Proposer | None:
+    """None without speculation. `drafter` is for draft models and heads."""
     if config is None:
         return None
     most = config.num_speculative_tokens
     if config.method == NGRAM:
         return NgramProposer(most, config.prompt_lookup_max, config.prompt_lookup_min)
-    assert drafter is not None, "ModelRunner has loaded one"
     return DraftModelProposer(drafter, most, is_head=config.method != DRAFT_MODEL)

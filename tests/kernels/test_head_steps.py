@@ -129,7 +129,7 @@ def test_a_step_is_counted_behind_the_heads_part(
             launched.append("counted")
             return launched.count("counted")
 
-    head, steps = on_gpu.drafter, on_gpu._steps
+    head, steps = on_gpu._drafter, on_gpu._steps
     assert head is not None and isinstance(steps, GpuSteps)
     monkeypatch.setattr(head, "follow", lambda *args: launched.append("head"))
     steps.count_in(Count())  # type: ignore[arg-type]
@@ -164,8 +164,7 @@ def test_two_ranks_draft_what_one_does(
             drafting.append(
                 piece._replace(token_ids=ids, start=start, draft_samples=(spec,) * MOST)
             )
-        assert runner.drafter is not None
-        return runner.drafter.draft(drafting)
+        return runner.draft(drafting)
 
     def of_rank(communicator: Any) -> list[list[int]]:
         return drafts(ModelRunner(replace(config, tensor_parallel_size=2), None, communicator))
@@ -192,11 +191,10 @@ def test_decodes_in_columns_leave_the_head_what_slices_do(on_gpu: ModelRunner) -
             found.append(piece._replace(token_ids=[token.token_id], start=start))
         return found
 
-    assert on_gpu.drafter is not None
     drafts = []
     for as_columns in (False, True):
         decodes = behind(batch, batch)
         step = StepBatch(columns_of(decodes, 16), ()) if as_columns else decodes
         drafting = [one._replace(draft_samples=(spec,) * MOST) for one in behind(decodes, step)]
-        drafts.append((drafting, on_gpu.drafter.draft(drafting)))
+        drafts.append((drafting, on_gpu.draft(drafting)))
     assert drafts[0] == drafts[1] and all(len(each) == MOST for each in drafts[0][1])

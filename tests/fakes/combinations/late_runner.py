@@ -83,8 +83,7 @@ class LateRunner:
 
     def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
         assert not self._waiting, "drafts behind tokens that are not known"
-        assert self.runner.drafter is not None
-        return self.runner.drafter.draft(batch)
+        return self.runner.draft(batch)
 
     @property
     def _adapters(self) -> RankAdapters:

@@ -42,8 +42,7 @@ class Recorder(DraftModelProposer):
     """Keeps what was drafted behind which tokens."""
 
     def __init__(self, runner: ModelRunner, most: int) -> None:
-        assert runner.drafter is not None
-        super().__init__(runner.drafter, most, is_head=True)
+        super().__init__(runner, most, is_head=True)
         self.found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
     def propose(self, contexts: Sequence[Context]) -> list[Sequence[int]]:

@@ -92,8 +92,7 @@ class Recorder(DraftModelProposer):
     """Keeps what was drafted behind which tokens."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        assert runner.drafter is not None
-        super().__init__(runner.drafter, MOST)
+        super().__init__(runner, MOST)
         self.found: list[tuple[str, list[int], list[int]]] = []
 
     def propose(self, contexts: Sequence[Context]) -> list[Sequence[int]]:

@@ -52,8 +52,7 @@ class Recorder(DraftModelProposer):
 
 
 def engine_of(local: LocalEngine) -> tuple[Engine, Recorder]:
-    assert local.runner.drafter is not None
-    recorder = Recorder(local.runner.drafter, 4)
+    recorder = Recorder(local.runner, 4)
     recorder.found = []
     engine = Engine(
         make_parts(
@@ -232,8 +231,7 @@ def test_a_draft_model_with_fewer_kv_heads_computes_what_it_does_alone(tmp_path:
     drafting = ModelRunner(config(str(tmp_path / "target"), str(tmp_path / "draft")))
     alone = ModelRunner(config(str(tmp_path / "draft"), None))
     assert alone.kv.layout.num_kv_heads == 1 and drafting.kv.layout.num_kv_heads == 4
-    assert drafting.drafter is not None
-    proposer = DraftModelProposer(drafting.drafter, 4)
+    proposer = DraftModelProposer(drafting, 4)
     engine = Engine(
         make_parts(
             drafting,

@@ -131,9 +131,7 @@ def test_every_kind_of_request(demo: Demo, seed: int) -> None:
     proposers: list[Proposer] = [
         FakeProposer(oracle, rate=rate, max_drafts=5, seed=seed) for rate in (0.5, 0.95)
     ]
-    drafter = demo.local.runner.drafter
-    assert drafter is not None
-    proposers += [NgramProposer(4, 3, 1), DraftModelProposer(drafter, 4)]
+    proposers += [NgramProposer(4, 3, 1), DraftModelProposer(demo.local.runner, 4)]
     for proposer in proposers:
         drafted, engine = demo.run(requests, proposer)
         assert drafted.keys() == plain.keys()
