@@ -1,10 +1,11 @@
-"""An engine of the model that a runner has and of the other ranks, as its configuration says."""
+"""An engine over a runner's model and the other ranks, made from its configuration."""
 
 from __future__ import annotations
 
 from ..constraints.grammars import Grammars
 from ..core.engine_config import EngineConfig
 from .engine import Engine
+from .engine_parts import make_parts
 from .execution.runner import ModelRunner
 from .kv.disk.disk_thread import make_disk
 from .kv.generations import Generations
@@ -40,7 +41,7 @@ def grammars_of(runner: ModelRunner) -> Grammars:
 
 
 class Assembly:
-    """`engine`, and what else its configuration asks for: `adapters`, of all ranks, and a disk."""
+    """`engine` with what its configuration enables: `adapters` of all ranks, a disk."""
 
     def __init__(
         self,
@@ -58,23 +59,25 @@ class Assembly:
         self._disk = make_disk(config, runner.host_copier, short)
         self.adapters = adapters_of(runner.adapters, followers)
         self.engine = Engine(
-            join_ranks(runner, followers, config.pipeline_parallel_size),
-            limits,
-            generations,
-            fingerprint=short,
-            eos_token_ids=runner.eos_token_ids,
-            enable_prefix_caching=config.enable_prefix_caching,
-            cache_observer=cache_observer,
-            grammars=grammars,
-            host_copier=self._host_copier,
-            disk=self._disk,
-            adapters=room_for(self.adapters, config.max_loras, config.num_host_adapters),
-            proposer=make_proposer(config.speculation, drafter_of(runner, followers)),
+            make_parts(
+                join_ranks(runner, followers, config.pipeline_parallel_size),
+                limits,
+                generations,
+                fingerprint=short,
+                eos_token_ids=runner.eos_token_ids,
+                enable_prefix_caching=config.enable_prefix_caching,
+                cache_observer=cache_observer,
+                grammars=grammars,
+                host_copier=self._host_copier,
+                disk=self._disk,
+                adapters=room_for(self.adapters, config.max_loras, config.num_host_adapters),
+                proposer=make_proposer(config.speculation, drafter_of(runner, followers)),
+            )
         )
         self.engine.promise.tbt_target_s = config.tbt_target_s
 
     def begin(self) -> None:
-        """Let there be host memory and a disk; steps take longer beside it."""
+        """Set up host memory and a disk in the background; steps take longer meanwhile."""
         if self._host_copier is not None:
             self._host_copier.begin()
         if self._disk is not None:

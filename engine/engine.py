@@ -1,200 +1,135 @@
-"""One engine as nodes see it: requests in (live_sequences.py), tokens out, one step at a time.
+"""One engine: requests in (live_sequences.py), tokens out, one step at a time.
 
     step()  =  schedule -> launch on the runner -> collect -> advance its sequences, measure
 
     runner that runs ahead (a GPU):    step n     schedule n | launch n | collect n-1, advance
                                        device     | n-1 ................. | n ................
-The host schedules n without knowing the tokens of n-1: it takes each sequence to go on, and lets
-the device fill in the token. A sequence that ended with n-1 loses what n computes for it, nothing
-else. Where drafts pay (speculation/) it waits instead, and launches n behind the tokens of n-1.
-Of a pipeline a step is in flight for each stage, each of other sequences: a part of those that
-decode, or the next chunks of prompts. Of prompts alone there is one more.
+The host schedules step n without knowing the tokens of n-1: it assumes that each sequence
+continues, and the device fills in the token. What n computes for a sequence that ended with n-1 is
+discarded. Where drafts pay (speculation/) the host waits instead, and launches n once it has the
+tokens of n-1. A pipeline has one step in flight for each stage, each with other sequences: a part
+of the decodes, or the next chunks of prompts; with prompts alone there is one more.
 
-Owns no tensor and speaks to no other process. Everything happens on the caller's thread.
+Owns no tensor and communicates with no other process. Everything runs on the caller's thread.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from itertools import count
 from typing import TypeAlias
 
-from ..constraints.grammars import Grammars
-from ..core.errors import InvalidRequest
-from ..core.ports import Clock, SystemClock
-from .block_room import BlockRoom
+from .engine_parts import EngineParts
 from .engine_stats import EngineStats
-from .execution.batch import Runner, SampledToken
-from .execution.constraints import Constraints, within
+from .execution.batch import SampledToken
 from .first_steps import measure_first_steps
+from .grammar_masks import find_masks
 from .input_batch import InputBatch
-from .kv.block_pool import BlockPool
-from .kv.disk.disk_thread import DiskThread
-from .kv.disk.disk_tier import DiskTier
-from .kv.generations import Generations
-from .kv.host_blocks import HostBlocks
-from .kv.host_copies import HostCopier
-from .kv.host_tier import HostTier
-from .kv.lent_prefixes import LentPrefixes
-from .kv.limits import EngineLimits
-from .kv.prefix_cache import CacheObserver, PrefixCache
 from .live_sequences import LiveSequences
-from .lora.adapter_room import AdapterRoom
-from .scheduling.admission import OutputLengthEstimator
-from .scheduling.block_tables import BlockTables
-from .scheduling.costs.step_cost_estimator import StepCostEstimator
-from .scheduling.host_prefixes import HostPrefixes
 from .scheduling.outputs import ChunkOutput, PromptLogprobs, StepOutput
 from .scheduling.pipeline_share import PipelineShare
 from .scheduling.schedule import Schedule, step_shape
-from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
-from .speculation.draft_model import DraftModelProposer
-from .speculation.proposer import Proposer
-from .speculation.speculator import Speculator
 from .step_in_flight import StepInFlight
 
 Meanwhile: TypeAlias = Callable[[], bool]
 
-# What comes behind a step is launched so much of its estimated time before its end. To be late
-# behind decodes makes all streams wait, and they come again and again.
+# The next step is launched this share of the current step's estimated time before its end. A late
+# launch after decodes delays all streams, and most steps have decodes.
 _EARLY, _EARLY_BEHIND_DECODES, _LEAST_EARLY_S = 0.05, 0.25, 0.0015
 
 
 class Engine(LiveSequences):
-    """`pool`: transports open fences on the blocks that they fill; `prefixes`: from and for other
-    engines; `promise`: how long steps with decodes take at most; `stats`: what it tells of itself.
+    """`pool`: transports open fences on the blocks that they fill; `prefixes`: shared with other
+    engines; `promise`: the longest time of a step with decodes; `stats`: load and counts.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        limits: EngineLimits,
-        generations: Generations,
-        *,
-        fingerprint: str,
-        eos_token_ids: Collection[int],
-        enable_prefix_caching: bool = True,
-        cache_observer: CacheObserver | None = None,
-        estimator: OutputLengthEstimator | None = None,
-        grammars: Grammars | None = None,
-        clock: Clock | None = None,
-        host_copier: HostCopier | None = None,
-        disk: DiskThread | None = None,
-        adapters: AdapterRoom[Sequence] | None = None,
-        proposer: Proposer | None = None,
-    ) -> None:
-        """Without `grammars` no request may have a constraint, without `adapters` none a LoRA
-        adapter; `host_copier`: to host memory, where the prefix cache goes on, and from there
-        to `disk`; `proposer`: speculation by its drafts."""
-        self._clock = clock = clock or SystemClock()
-        self._step_costs = costs = StepCostEstimator(limits.graph_prompt_tokens)
-        self.pool = pool = BlockPool(limits.num_blocks, generations)
-        size, has_host = limits.block_size, host_copier is not None and enable_prefix_caching
-        host_blocks = HostBlocks() if has_host else None
-        cache = PrefixCache(
-            pool, is_enabled=enable_prefix_caching, observer=cache_observer, host=host_blocks
-        )
-        self._host: HostTier | None = None
-        if host_copier is not None and host_blocks is not None:
-            tier = None if disk is None else DiskTier(disk, host_blocks, clock)
-            self._host = HostTier(
-                *(host_copier, host_blocks, pool, cache, generations, costs.estimate, size, tier)
-            )
-        host_prefixes = None if self._host is None else HostPrefixes(self._host, size)
-        tables = BlockTables(pool, cache, size, host_prefixes)
-        tables.has_draft_model = isinstance(proposer, DraftModelProposer) and not proposer.is_head
-        estimator = estimator or OutputLengthEstimator()
-        scheduler = Scheduler(limits, pool, tables, estimator, costs)
-        if adapters is not None:
-            scheduler.queues.in_adapter_room = adapters.parked
-        constraints = None if grammars is None else Constraints(grammars)
-        super().__init__(
-            *(runner, limits, scheduler, tables, adapters, constraints),
-            fingerprint=fingerprint,
-            eos_token_ids=eos_token_ids,
-            on_end=estimator.observe,
-        )
-        room = BlockRoom(limits, scheduler.admission, scheduler.queues, pool)
-        self.prefixes = LentPrefixes(pool, cache, room.beside_running)
-        self.promise = scheduler.promise
-        self._speculator: Speculator | None = None
-        if proposer is not None:
-            parts = (proposer, limits, costs, constraints, self._eos_token_ids, clock)
-            self._speculator = Speculator(*parts, runs_ahead=runner.runs_ahead)
-        self.stats = EngineStats(
-            *(limits, pool, room, scheduler, tables, self.by_key, estimator, adapters),
-            *(self._step_record, costs, self._host, self._speculator),
-        )
-        self._input_batch = InputBatch(size, self._eos_token_ids)
-        self._ended_s = 0.0  # when the last step that was collected had ended
-        self._seen_s = 0.0  # and when it was collected
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        self.pool = parts.pool
+        self.prefixes = parts.prefixes
+        self.promise = parts.scheduler.promise
+        self.stats = EngineStats(parts, self.by_key)
+        self._clock = parts.clock
+        self._step_costs = parts.step_costs
+        self._host = parts.host
+        self._speculator = parts.speculator
+        self._input_batch = InputBatch(self.limits.block_size, self._eos_token_ids)
+        self._ended_s = 0.0  # when the last collected step had ended on the device
+        self._collected_s = 0.0  # when it was collected
         self._launching_s: dict[bool, float] = {}  # of the last step with prompts, and without
-        self._in_flight: deque[StepInFlight] = deque()  # they complete in their order
+        self._in_flight: deque[StepInFlight] = deque()  # steps complete in this order
 
     def measure_first_steps(self, budget_s: float) -> float:
-        """See first_steps.py. Before the first request; returns the seconds that it took."""
+        """See first_steps.py; call before the first request. Returns the seconds that it took."""
         assert not self.by_key, "their blocks would be overwritten"
         costs, clock = self._step_costs, self._clock
         return measure_first_steps(self._runner, self.limits, costs, budget_s, clock)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could do anything: False also while all that is left waits for memory."""
+        """Whether a step could do anything; False also while all requests wait for memory."""
         if self._in_flight or (self._host is not None and self._host.has_work):
             return True
         queues = self._scheduler.queues
         return bool(queues.running or queues.waiting) and not queues.is_stalled
 
     def step(self, meanwhile: Meanwhile | None = None) -> StepOutput:
-        """Launch one batch and collect one: the same, or the one before if the runner runs ahead.
+        """Launch one step and collect one: the same, or the previous one if the runner runs ahead.
 
-        `meanwhile` is called again and again while the batch to be collected is on the device. It
-        waits a moment for something to do and returns whether there was; it may do all to this
-        engine that may be done between two steps. What comes then while no batch is behind that
-        one is launched behind it. Where it is known how long the one in front takes, a batch is not
-        launched before that is nearly done: what comes meanwhile need not wait for it.
+        `meanwhile` is called repeatedly while the step to be collected is on the device. It waits a
+        moment for events and returns whether there were any; it may call this engine as between two
+        steps. If the duration of the step on the device is known, the next one is launched only
+        shortly before its end, so that requests that arrive meanwhile can be in it. If there was
+        nothing to launch then, a request that arrives is launched at once.
 
-        Empty if there is nothing to do. What the runner raises (EngineFailed) goes through, and the
-        engine is of no use after it.
+        The output is empty if there is nothing to do. EngineFailed of the runner is passed on; the
+        engine cannot be used after it.
         """
         if self._scheduler.pipeline is not None:
             return self._step_pipeline(self._scheduler.pipeline, meanwhile)
         output = StepOutput()
-        previous = self._in_flight.popleft() if self._in_flight else None
-        must_wait = previous is not None and self._must_wait(previous)
+        if self._in_flight:
+            step = self._launch_behind(self._in_flight.popleft(), output, meanwhile)
+        else:
+            step = self._launch(None, output)
+            if step is None:
+                self._stall(meanwhile)
+        if step is not None and self._runner.runs_ahead:
+            self._in_flight.append(step)
+        elif step is not None:
+            self._collect(step, output)
+        return output
+
+    def _launch_behind(
+        self, previous: StepInFlight, output: StepOutput, meanwhile: Meanwhile | None
+    ) -> StepInFlight | None:
+        """Launch the next step, which is returned, and collect the previous one: in this order
+        unless the next step needs its tokens, or it has completed before the next one was due."""
         due_s = -math.inf if meanwhile is None else self._launch_due_s(previous)
+        must_wait = self._must_wait(previous)
         if must_wait:
             due_s = math.inf
         step, has_tried = None, self._clock.monotonic_s() >= due_s
         if has_tried:
             step = self._launch(previous, output)
-        if previous is not None:
-            while meanwhile is not None and not previous.launched.has_completed():
-                has_news = meanwhile() | self.poll_host()
-                if has_news and not must_wait:
-                    due_s = min(due_s, self._launch_due_s(previous))  # prompts take longer
-                is_due = step is None and self._clock.monotonic_s() >= due_s
-                if is_due and (has_news or not has_tried):
-                    has_tried = True
-                    step = self._launch(previous, output)
-            self._collect(previous, output, step)
-            if must_wait:
-                step = self._launch(None, output, is_waited_for=True)
-            elif not has_tried:  # it ended before it was to
-                step = self._launch(None, output)
-        elif step is None:
-            self._stall(meanwhile)
-        if step is not None and not self._runner.runs_ahead:
-            self._collect(step, output)
-        elif step is not None:
-            self._in_flight.append(step)
-        return output
+        while meanwhile is not None and not previous.launched.has_completed():
+            has_arrivals = meanwhile() | self.poll_host()
+            if has_arrivals and not must_wait:
+                due_s = min(due_s, self._launch_due_s(previous))  # prompts take longer to launch
+            is_due = step is None and self._clock.monotonic_s() >= due_s
+            if is_due and (has_arrivals or not has_tried):
+                has_tried = True
+                step = self._launch(previous, output)
+        self._collect(previous, output, step)
+        if not has_tried:
+            step = self._launch(None, output, is_waited_for=must_wait)
+        return step
 
     def _step_pipeline(self, pipeline: PipelineShare, meanwhile: Meanwhile | None) -> StepOutput:
-        """Launch as many batches as have room in the pipeline, and collect the oldest."""
+        """Launch as many steps as have room in the pipeline, and collect the oldest."""
         output, steps = StepOutput(), self._in_flight
         self._fill(pipeline, output)
         if not steps:
@@ -207,7 +142,8 @@ class Engine(LiveSequences):
         return output
 
     def _fill(self, pipeline: PipelineShare, output: StepOutput) -> None:
-        """A step that has completed is collected first: its sequences can go on in the next."""
+        """Launch steps until the pipeline is full, or one has completed: that is collected first,
+        so that its sequences are in the next step."""
         steps = self._in_flight
         while len(steps) < pipeline.most_in_flight():
             has_completed = bool(steps) and steps[0].launched.has_completed()
@@ -216,16 +152,16 @@ class Engine(LiveSequences):
             steps.append(step)
 
     def _stall(self, meanwhile: Meanwhile | None) -> None:
-        """There is nothing to compute before something comes, be it from host memory."""
+        """There is nothing to compute until a request or a copy from host memory arrives."""
         self._scheduler.queues.stall()
         if meanwhile is not None and self._host is not None and self._host.has_work:
             meanwhile()
 
-    def _launch_due_s(self, previous: StepInFlight | None) -> float:
-        """When to launch what comes behind `previous`: late, for a prompt that comes meanwhile to
-        be in it; but it takes time, and the estimate may err."""
-        lasts_s = None if previous is None else self._step_costs.expected_s(previous.shape)
-        if previous is None or lasts_s is None:
+    def _launch_due_s(self, previous: StepInFlight) -> float:
+        """When to launch the step after `previous`: late, so that prompts that arrive meanwhile are
+        in it, but early enough for the launch itself and an error of the estimate."""
+        lasts_s = self._step_costs.expected_s(previous.shape)
+        if lasts_s is None:
             return -math.inf
         early_s = _EARLY * lasts_s
         if previous.shape.num_decodes:
@@ -236,7 +172,7 @@ class Engine(LiveSequences):
         return began_s + lasts_s - early_s - launching_s
 
     def _must_wait(self, previous: StepInFlight) -> bool:
-        """Whether the step behind `previous` cannot be planned before that has completed."""
+        """Whether the next step cannot be planned before `previous` has completed."""
         if self._speculator is None:
             return False
         return previous.has_drafts or self._speculator.is_due(self._scheduler.queues)
@@ -248,16 +184,16 @@ class Engine(LiveSequences):
         *,
         is_waited_for: bool = False,
     ) -> StepInFlight | None:
-        """Schedule and launch a step behind `previous`; None if there is nothing to do.
+        """Schedule and launch the step after `previous`; None if there is nothing to do.
 
-        `is_waited_for`: the one before has just been collected, for this one to have drafts.
+        `is_waited_for`: it was delayed until the previous step was collected, to have drafts.
         """
         began_s = self._clock.monotonic_s()
         schedule = self._plan(previous, output)
         if schedule is None:
             return None
         clear, others, sequences = schedule.clear, schedule.others, schedule.sequences
-        fresh = self._begin(sequences, output)
+        fresh = self._mark_started(sequences, output)
         shape = step_shape(clear, others)
         places = {} if previous is None else previous.fence.places
         batch = self._input_batch.launch(schedule, places)
@@ -269,7 +205,7 @@ class Engine(LiveSequences):
         has_drafts = False
         if self._speculator is not None:
             has_drafts = self._speculator.settle(shape)
-            if is_waited_for:  # the device had nothing to do meanwhile
+            if is_waited_for:  # the device was idle meanwhile
                 launched_s += took_s
                 self._speculator.waited(launched_s - self._ended_s)
         promise, promise_s = self._scheduler.promise, None
@@ -281,21 +217,22 @@ class Engine(LiveSequences):
             *(clear, others, fence, launched, shape, launched_s, launching_s, promise_s),
             has_drafts=has_drafts,
             num_in_flight=1 + len(self._in_flight),
-            hid_end=previous is not None and previous.launched.has_completed(),
+            previous_ended=previous is not None and previous.launched.has_completed(),
         )
         for sequence, num_tokens in others:
             if num_tokens > 1:
                 self._tables.prepare_store(sequence)
         for sequence in fresh:
-            self._tables.store(sequence)  # what was pulled: no sooner, its first step would wait
+            self._tables.store(sequence)  # pulled blocks: earlier would delay its first step
         if number := launched.number:
-            for one in (one for one, _ in others if one.is_held):
-                is_last, num_tokens = not one.is_prefilling, one.num_launched_tokens
-                output.chunks.append(ChunkOutput(one.key, num_tokens, is_last, step=number))
+            for held in (one for one, _ in others if one.is_held):
+                is_last, num_tokens = not held.is_prefilling, held.num_launched_tokens
+                output.chunks.append(ChunkOutput(held.key, num_tokens, is_last, step=number))
         return step
 
     def _plan(self, previous: StepInFlight | None, output: StepOutput) -> Schedule | None:
-        """What the step behind `previous` computes; None: nothing. What cannot go on ends."""
+        """What the step after `previous` computes, None if nothing. Sequences that cannot continue
+        fail."""
         while True:
             self.poll_host()
             if self.beams.by_key:
@@ -308,38 +245,20 @@ class Engine(LiveSequences):
             schedule = self._scheduler.schedule()
             if schedule.is_empty and not schedule.failed:
                 return None
-            self._follow_grammars(schedule)
+            sampled = [*schedule.clear, *(one.sequence for one in schedule.others if one.samples)]
+            constrained = [one for one in sampled if one.constrained is not None]
+            if constrained and self._constraints is not None:
+                find_masks(self._constraints, constrained, schedule)
             for sequence, error in schedule.failed:
                 self._fail(sequence, error, output)
             if schedule.failed:
                 schedule.drop_preempted()
             if not schedule.is_empty:
                 return schedule
-            # All have failed: there may be room for others, which waited for them.
+            # All have failed: there may be room for sequences that waited for theirs.
 
-    def _follow_grammars(self, schedule: Schedule) -> None:
-        """Find the masks of those that sample. Those that cannot go on have failed, and drafts that
-        a grammar cannot be followed behind are left out."""
-        sampling = [*schedule.clear, *(one.sequence for one in schedule.others if one.samples)]
-        samples = [(one, one.constrained) for one in sampling if one.constrained is not None]
-        if self._constraints is None or not samples:
-            return
-        found = self._constraints.masks(
-            [(c, s.output_token_ids, s.draft_token_ids) for s, c in samples]
-        )
-        for (sequence, _), masks in zip(samples, found, strict=True):
-            if sequence.allowed is not None and not isinstance(masks, InvalidRequest):
-                masks = within(masks, sequence.allowed)
-            if isinstance(masks, InvalidRequest):
-                schedule.failed.append((sequence, masks))
-                continue
-            sequence.masks = masks
-            if len(masks) <= len(sequence.draft_token_ids):
-                sequence.draft_token_ids = sequence.draft_token_ids[: len(masks) - 1]
-                schedule.fit_drafts()
-
-    def _begin(self, sequences: list[Sequence], output: StepOutput) -> list[Sequence]:
-        """Those that are in a step for the first time."""
+    def _mark_started(self, sequences: list[Sequence], output: StepOutput) -> list[Sequence]:
+        """Report the sequences that are in a step for the first time, and return them."""
         fresh = [sequence for sequence in sequences if not sequence.has_started]
         for sequence in fresh:
             sequence.has_started = True
@@ -348,7 +267,7 @@ class Engine(LiveSequences):
         return fresh
 
     def poll_host(self) -> bool:
-        """Take note of what was copied to or from host memory; whether a prompt can go on."""
+        """Process completed copies to and from host memory; returns whether a prompt can run."""
         if self._host is None or not self._host.poll():
             return False
         self._scheduler.finish_loads()
@@ -358,21 +277,22 @@ class Engine(LiveSequences):
     def _collect(
         self, step: StepInFlight, output: StepOutput, behind: StepInFlight | None = None
     ) -> None:
-        """`behind`: what was launched while `step` was on the device."""
+        """Wait for a step and output its tokens. `behind`: the step that was launched while `step`
+        was on the device."""
         results = step.launched.collect()
         prompts = step.launched.prompt_logprobs()
         step.fence.close()
         self._measure(step, behind)
-        here = step.fence.places  # not what was aborted or preempted in flight, or ended late
+        live = step.fence.places  # without sequences that ended or were preempted in flight
         n = len(step.clear)
         for index, logprobs in prompts.items():
-            if (sequence := step.others[index - n].sequence) in here and logprobs:
+            if (sequence := step.others[index - n].sequence) in live and logprobs:
                 first = sequence.next_prompt_logprob
                 output.prompt_logprobs.append(PromptLogprobs(sequence.key, first, logprobs))
                 sequence.next_prompt_logprob += len(logprobs)
-        self._advance_clear(step.clear, results[:n], here, output)
+        self._advance_clear(step.clear, results[:n], live, output)
         for (sequence, num_tokens), sampled in zip(step.others, results[n:], strict=True):
-            if sequence not in here or sequence.state is SequenceState.ENDED:  # with its search
+            if sequence not in live or sequence.state is SequenceState.ENDED:  # with its search
                 continue
             if sequence.draft_token_ids and sampled is not None:
                 self._advance_drafts(sequence, num_tokens, sampled, output)
@@ -384,31 +304,32 @@ class Engine(LiveSequences):
     def _advance_drafts(
         self, sequence: Sequence, num_tokens: int, sampled: SampledToken, output: StepOutput
     ) -> None:
-        """Its accepted drafts and the token behind them, of `num_tokens` that were computed."""
+        """`_advance` for each accepted draft and the token that follows them, of `num_tokens` that
+        were computed."""
         assert self._speculator is not None
         tokens = self._speculator.accepted_tokens(sequence, sampled)  # it has no drafts now
         num_output = 0
         for token in tokens:
             if sequence.state is SequenceState.ENDED:
-                break  # nobody gets those behind
+                break  # the tokens that follow are discarded
             self._advance(sequence, 1, token, output)
             num_output += 1
         self._step_record.num_decode_tokens -= num_tokens - num_output
         self._speculator.count_accepted(min(num_output, len(tokens) - 1))
 
     def _measure(self, step: StepInFlight, behind: StepInFlight | None) -> None:
-        """A step takes what its device says, and else what passes from when it was launched, or
-        the one before it ended, to its end. Of a pipeline what each stage does: while fewer are in
-        flight than it has stages, less than what passes between two ends.
+        """Record how long a step took: as its device measured it, or else from its launch, or the
+        end of the previous step, to its end. In a pipeline the time of one stage counts: with fewer
+        steps in flight than stages, that is less than the time between two ends.
 
-        Where it ends while the next one is launched, which may take longer than the step does,
-        nobody sees when: then too its device tells how long it took.
+        If the step ended during the launch of the next one, which may take longer than the step,
+        the time of its end is not observed and follows from the device's measurement.
         """
         now_s, began_s = self._clock.monotonic_s(), max(step.launched_s, self._ended_s)
-        waited_s = now_s - max(step.launched_s, self._seen_s)
-        device_s, is_hidden = step.launched.device_s, behind is not None and behind.hid_end
+        waited_s = now_s - max(step.launched_s, self._collected_s)
+        device_s, is_hidden = step.launched.device_s, behind is not None and behind.previous_ended
         took_s = now_s - began_s if device_s is None else device_s
-        self._seen_s = now_s
+        self._collected_s = now_s
         self._ended_s = min(now_s, began_s + took_s) if is_hidden else now_s
         share = min(step.num_in_flight, self.limits.num_stages) / self.limits.num_stages
         self._step_record.observe(step.shape, waited_s * share, step.promise_s)

@@ -1,5 +1,4 @@
-"""What an engine tells of itself, for heartbeats, people and tests: how busy it is, and what it has
-counted. Changes nothing."""
+"""An engine's load and counters, for heartbeats, people and tests. Changes nothing."""
 
 from __future__ import annotations
 
@@ -9,57 +8,39 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..core.request.request import Request
 from ..core.step_cost import StepCost, pairs_of
-from .block_room import BlockRoom
-from .kv.block_pool import BlockPool
+from .engine_parts import EngineParts
 from .kv.disk.disk_tier import DiskCounts
 from .kv.host_copies import HostCounts
-from .kv.host_tier import HostTier
-from .kv.limits import EngineLimits
-from .lora.adapter_room import AdapterRoom
-from .scheduling.admission import OutputLengthEstimator
-from .scheduling.block_tables import BlockTables
-from .scheduling.costs.step_cost_estimator import StepCostEstimator, StepRecord
 from .scheduling.outputs import Load, SpeculationCounts, Totals
-from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence
-from .speculation.speculator import Speculator
 
 
 class EngineStats:
-    """Of one engine."""
+    """The load and counters of one engine."""
 
-    def __init__(
-        self,
-        limits: EngineLimits,
-        pool: BlockPool,
-        room: BlockRoom,
-        scheduler: Scheduler,
-        tables: BlockTables,
-        sequences: Mapping[str, Sequence],
-        estimator: OutputLengthEstimator,
-        adapters: AdapterRoom[Sequence] | None,
-        step_record: StepRecord,
-        step_costs: StepCostEstimator,
-        host: HostTier | None,
-        speculator: Speculator | None,
-    ) -> None:
+    def __init__(self, parts: EngineParts, sequences: Mapping[str, Sequence]) -> None:
         self.count_experts: Callable[[], tuple[int, ...]] = tuple  # see Totals.expert_tokens
-        self.num_expert_ranks = 1  # that have experts whole, each as many
-        self._limits = limits
-        self._pool = pool
-        self._room = room
-        self._scheduler = scheduler
-        self._tables = tables
+        self.num_expert_ranks = 1  # ranks with an equal share of whole experts
+        self._limits = parts.limits
+        self._pool = parts.pool
+        self._room = parts.room
+        self._scheduler = parts.scheduler
+        self._tables = parts.tables
         self._sequences = sequences
-        self._estimator = estimator
-        self._adapters = adapters
-        self._step_record = step_record
-        self._step_costs = step_costs
-        self._host = host
-        self._speculator = speculator
+        self._output_lengths = parts.output_lengths
+        self._step_record = parts.step_record
+        self._step_costs = parts.step_costs
+        self._host = parts.host
+        self._speculator = parts.speculator
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether tokens of prompts wait, for an adapter too, or are being computed."""
+        queues = self._scheduler.queues
+        return bool(queues.parked or queues.waiting) or queues.has_prefills
 
     def load(self, pending: Iterable[Request] = ()) -> Load:
-        """`pending`: requests that will come, but are not here yet."""
+        """`pending`: requests that are announced, but not queued yet."""
         queues = self._scheduler.queues
         held_blocks = queues.num_held_blocks
         waiting, waiting_pairs = Counter[int](), 0
@@ -75,17 +56,17 @@ class EngineStats:
             credit_blocks=max(0, self._limits.held_blocks_limit - held_blocks),
             held_blocks=held_blocks,
             room_blocks=self._room.beside_all(pending),
-            output_tokens=self._estimator.expected,
-            mean_output_tokens=round(self._estimator.mean),
+            output_tokens=self._output_lengths.expected,
+            mean_output_tokens=round(self._output_lengths.mean),
             waiting_by_caller=waiting,
             decodes=queues.decodes(),
         )
 
     def _prompts_left(self) -> Iterator[tuple[Sequence, int, int]]:
-        """Whose prompts are not computed yet, by how many tokens, those of steps in flight too, and
-        behind how many of its own.
+        """Sequences whose prompts are not computed: how many tokens are left, those of steps in
+        flight included, and how many come before them.
 
-        Of waiting prompts those that the prefix cache held when they came are left out.
+        Tokens of waiting prompts that the prefix cache held at their arrival are not counted.
         """
         queues = self._scheduler.queues
         for sequence in queues.waiting:
@@ -102,7 +83,7 @@ class EngineStats:
             yield sequence, sequence.num_tokens, 0
 
     def totals(self) -> Totals:
-        """What was counted since the engine was made."""
+        """Counts since the engine was made."""
         preemption, record, host = self._scheduler.preemption, self._step_record, self._host
         return Totals(
             num_preemptions=preemption.num_preemptions,
@@ -124,16 +105,16 @@ class EngineStats:
 
     @property
     def decode_step_p99_s(self) -> float | None:
-        """How long the last steps with decodes took, 99th percentile; None: there were none."""
+        """99th percentile of the last steps with decodes; None if there were none."""
         return self._step_record.p99_s
 
     def step_cost(self) -> StepCost | None:
-        """By the steps that were computed so far; None: too few."""
+        """The estimate from the steps so far; None if they were too few."""
         return self._step_costs.estimate()
 
     @property
     def step_cost_error(self) -> float | None:
-        """How far the last steps were from that, relative, 90th percentile; None: too few."""
+        """90th percentile of its relative error over the last steps; None if they were too few."""
         return self._step_costs.relative_error
 
     def ledger(self) -> dict[str, object]:

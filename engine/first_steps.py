@@ -1,9 +1,9 @@
-"""A few steps before the first request, so that what steps take is known from the first heartbeat.
+"""Test steps before the first request, so that step times are known from the first heartbeat.
 
-From the smallest to the largest: decodes alone, prompts alone, prompts behind a context, and both.
-Each once for what is compiled or loaded then, and as often as the estimate wants. What would take
-longer than the time that is left is not begun. The KV that they write is nobody's. For GPUs: a CPU
-takes longer for the larger steps alone, and learns by its requests.
+From the smallest to the largest: decodes, prompts, prompts after a context, and mixed steps. Each
+runs once for what is compiled or loaded lazily, then as often as the estimate needs. A case that
+would exceed the time left is not begun. No request owns the KV that is written. For GPUs: on a CPU
+the larger steps alone would take longer, and requests are measured instead.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from ..core.ports import Clock
 from ..core.request.sampling_params import SamplingParams
 from ..core.step_cost import StepShape, pairs_of
 from ..kernels.sampling.sample_spec import SampleSpec
-from .execution.batch import Runner, SequenceSlice
+from .execution.batch import SequenceSlice
+from .execution.runner_protocols import Runner
 from .kv.block_pool import NUM_RESERVED_BLOCKS
 from .kv.limits import EngineLimits
 from .scheduling.costs.step_cost_estimator import MIN_SAMPLES, StepCostEstimator
 
 BUDGET_S = 2.5  # in all
 _SPEC = SampleSpec(SamplingParams(temperature=0.0), key=1)
-_FIRST_TOKEN, _NUM_TOKENS = 3, 120  # various ones: a mixture's experts are chosen by them
-_MOST_TOKENS = 2048  # of a prompt: larger steps take as long for each token
+_FIRST_TOKEN, _NUM_TOKENS = 3, 120  # different ones, as they choose a mixture's experts
+_MOST_TOKENS = 2048  # of a prompt; larger steps take as long for each token
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Decodes with a context each, and a part of a prompt behind its own."""
+    """Decodes with a context each, and a chunk of a prompt after its own context."""
 
     num_decodes: int
     context: int
@@ -51,7 +52,7 @@ class _Case:
 
 
 def _cases(limits: EngineLimits) -> Iterator[_Case]:
-    """By rows, as far as the engine takes them."""
+    """The cases within the engine's limits, by rows."""
     largest = min(limits.prompt_step_tokens, _MOST_TOKENS)
     found = [
         *(_Case(n, context) for n, context in ((4, 512), (8, 1024), (32, 512), (32, 2048))),
@@ -69,7 +70,7 @@ def _cases(limits: EngineLimits) -> Iterator[_Case]:
 
 
 def _batch(case: _Case, limits: EngineLimits) -> list[SequenceSlice]:
-    """Block tables beside each other: caches of the device help no more than with requests."""
+    """A step of the case. No block tables overlap: caches help as little as with requests."""
     size, capacity = limits.blocks_for(case.longest + 1), limits.capacity
     tables = [
         [NUM_RESERVED_BLOCKS + (row * size + column) % capacity for column in range(size)]
@@ -89,8 +90,8 @@ def _batch(case: _Case, limits: EngineLimits) -> list[SequenceSlice]:
 def measure_first_steps(
     runner: Runner, limits: EngineLimits, costs: StepCostEstimator, budget_s: float, clock: Clock
 ) -> float:
-    """Run what can be run in that time, for `costs` to observe; returns the seconds that it took.
-    No request may have blocks yet. Raises EngineFailed as the runner does."""
+    """Run the cases that fit in `budget_s`, observed by `costs`; returns the seconds taken. No
+    request may have blocks yet. Raises EngineFailed as the runner does."""
     began_s = clock.monotonic_s()
     last_s, last_rows = 0.0, 1
     for case in _cases(limits):
@@ -111,7 +112,7 @@ def _measure(
     clock: Clock,
 ) -> float:
     """The seconds of the last of a few steps; the first does not count. Each is launched before
-    the one in front of it is collected, as by the engine where the runner runs ahead."""
+    the previous one is collected, as by the engine if the runner runs ahead."""
     before = runner.launch(batch)
     ended_s = took_s = 0.0
     for number in range(MIN_SAMPLES + 1):

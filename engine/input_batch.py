@@ -1,11 +1,11 @@
-"""From what the scheduler planned to what the runner launches: the batch of a step.
+"""The batch of a step: from the scheduler's plan to what the runner launches.
 
-    | clear decodes, as columns that live from step to step | other decodes | chunks of prompts |
+    | clear decodes, as columns that persist between steps | other decodes | chunks of prompts |
 
-What is known of a clear decode is looked up when it joins the columns, and a block when it begins:
+The parameters of a clear decode are read when it joins the columns, its block when one begins:
 
-    rows of the last step     a  b  c  d
-    of this one               a  c  d  e     those that stay are a token further
+    rows of the previous step     a  b  c  d
+    rows of this step             a  c  d  e     rows that stay advance by one token
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .execution.constraints import without
 from .scheduling.schedule import Schedule
 from .scheduling.sequence import Sequence
 
-_AWAITED = (0,)  # stands for the token that is not known yet
-# `place`: of the start's block in the block table. `draws`: whether `key`, the sample's, matters.
+_AWAITED = (0,)  # in place of a token that the host does not know yet
+# `place`: index of the start's block in the block table. `draws`: whether `key` is used.
 _ROW = np.dtype(
     [
         *((name, np.int64) for name in ("start", "place", "block")),
@@ -37,21 +37,20 @@ _ROW = np.dtype(
 
 
 class InputBatch:
-    """Of one engine."""
+    """The input batch of one engine."""
 
     def __init__(self, block_size: int, eos_token_ids: Collection[int]) -> None:
         self._block_size = block_size
         self._eos_token_ids = eos_token_ids
         self._sequences: list[Sequence] = []
         self._rows: Any = np.zeros(0, _ROW)
-        self._columns = NO_DECODES  # what stays as long as the sequences do
+        self._columns = NO_DECODES  # what changes only with the sequences
         self._adding: list[int] = []
 
     def launch(self, schedule: Schedule, previous: Mapping[Sequence, int]) -> StepBatch:
-        """What to launch of each sequence, which takes note that it is launched.
+        """The batch of a schedule; its tokens are counted as launched in their sequences.
 
-        `previous` has the slices of the step in flight: a token that is not known yet comes from
-        there.
+        `previous`: each sequence's slice in the step in flight, whose sample is its next token.
         """
         decodes = self._launch_clear(schedule.clear, previous)
         return StepBatch(decodes, [self._launch_slice(*one, previous) for one in schedule.others])
@@ -59,7 +58,7 @@ class InputBatch:
     def _launch_clear(
         self, sequences: list[Sequence], previous: Mapping[Sequence, int]
     ) -> DecodeColumns:
-        """The next token of each, which are clear."""
+        """The next token of each clear decode."""
         is_same = sequences == self._sequences
         if not is_same:
             self._change_to(sequences)
@@ -86,7 +85,7 @@ class InputBatch:
         )
 
     def _advance(self) -> Int64s:
-        """The starts of this step: each sequence was launched since those of the last."""
+        """The starts of this step, one token after the previous step's; updates `block`."""
         rows, tables = self._rows, self._columns.block_tables
         starts: Int64s = rows["start"] + 1
         places = starts // self._block_size
@@ -116,8 +115,8 @@ class InputBatch:
     def _launch_slice(
         self, sequence: Sequence, num_tokens: int, previous: Mapping[Sequence, int]
     ) -> SequenceSlice:
-        """So many tokens of it. If it has drafts, its last one with these behind it, and what is
-        sampled in front of each of them."""
+        """The slice of `num_tokens` of a sequence. With drafts it is the last token followed by the
+        drafts, and a token is sampled before each draft too."""
         start, num_known = sequence.num_launched_tokens, len(sequence.token_ids)
         end, drafts = start + num_tokens, sequence.draft_token_ids
         is_prompt = start < sequence.num_prefill_tokens
@@ -162,8 +161,8 @@ class InputBatch:
         )
 
     def _spec(self, sequence: Sequence, position: int, drafts: Row[int] = ()) -> SampleSpec:
-        """How to sample the token at `position`, which comes behind so many `drafts`; for its forks
-        too, if it is their first."""
+        """How to sample the token at `position`, which follows `drafts`; if it is the first output,
+        for the forks too."""
         request = sequence.request
         params = request.sampling
         key = 0 if sequence.sample_key is None else key_at(sequence.sample_key, position)
@@ -185,7 +184,7 @@ class InputBatch:
 
 
 def _row_of(sequence: Sequence) -> tuple[Any, ...]:
-    """Of one that joins, as if it had been in the last step."""
+    """The row of a sequence that joins the columns, as if it had been in the previous step."""
     params, key = sequence.sampling, sequence.sample_key
     drawn = (key or 0, key is not None, params.temperature)
     adds = sequence.adds_to_specs

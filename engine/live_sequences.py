@@ -1,9 +1,10 @@
-"""The sequences of an engine by their requests' keys: how each comes to be (queued or
-forked), what a step's tokens do to it (it goes on, forks, is held or ends), and how it ends."""
+"""The sequences of an engine, by request key: how they are created (queued or forked), what the
+tokens of a step change (a sequence continues, forks, is held or ends), and how they are removed.
+Plans no step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container
+from collections.abc import Collection, Container
 from collections.abc import Sequence as Row
 from functools import partial
 from math import isnan
@@ -12,82 +13,72 @@ from ..core.errors import BatonError, EngineFailed, HandoffFailed, InvalidReques
 from ..core.request.request import FinishReason, Request
 from ..core.request.token_ids import BlockHash, block_hashes, root_hash
 from .beams.beam_search import BeamSearch, BeamSearches
-from .execution.batch import Runner, SampledToken
-from .execution.constraints import Constraints
+from .engine_parts import EngineParts
+from .execution.batch import SampledToken
 from .kv.block_pool import BlockRefs, Reservation
-from .kv.limits import EngineLimits
-from .lora.adapter_room import AdapterRoom, refuse_adapter
-from .scheduling.block_tables import BlockTables
-from .scheduling.costs.step_cost_estimator import StepRecord
+from .lora.adapter_room import refuse_adapter
+from .scheduling.forks import child_of
 from .scheduling.outputs import ChunkOutput, StepOutput, TokenOutput
-from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState
 
 _token_output = partial(tuple.__new__, TokenOutput)  # a step makes hundreds
 
 
 class LiveSequences:
-    """`on_end(num_outputs)`: one ended by itself."""
+    """The sequences of one engine; the base of Engine, which runs the steps."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        limits: EngineLimits,
-        scheduler: Scheduler,
-        tables: BlockTables,
-        adapters: AdapterRoom[Sequence] | None,
-        constraints: Constraints | None,
-        *,
-        fingerprint: str,
-        eos_token_ids: Collection[int],
-        on_end: Callable[[int], None],
-    ) -> None:
-        self.limits = limits
-        self.adapters = adapters
+    def __init__(self, parts: EngineParts) -> None:
+        self.limits = parts.limits
+        self.adapters = parts.adapters
         self.by_key: dict[str, Sequence] = {}
-        self.beams = BeamSearches(scheduler, self.by_key, runner, eos_token_ids, on_end)
-        self._runner = runner
-        self._scheduler = scheduler
-        self._tables = tables
-        self._constraints = constraints
-        self._fingerprint = fingerprint
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._on_end = on_end
-        self._step_record = StepRecord()
+        self.beams = BeamSearches(
+            *(parts.scheduler, self.by_key, parts.runner, parts.eos_token_ids),
+            on_end=parts.output_lengths.observe,
+        )
+        self._runner = parts.runner
+        self._scheduler = parts.scheduler
+        self._tables = parts.tables
+        self._constraints = parts.constraints
+        self._fingerprint = parts.fingerprint
+        self._eos_token_ids = parts.eos_token_ids
+        self._output_lengths = parts.output_lengths
+        self._step_record = parts.step_record
         self._num_arrivals = 0
 
     # -- requests in ------------------------------------------------------------------------------
 
     def add(self, request: Request, *, hold: bool = False) -> None:
-        """Queue a request; with `hold`, stop behind its first token and keep its KV.
+        """Queue a request; with `hold`, stop after its first token and keep its KV.
 
-        A first token that ends the request ends a held one too, and its blocks are given back. Its
-        forks' first tokens are output under their own keys: of a held request that is all of them,
-        else each goes on as a request of its own. Until then, they end with it. A search of beams
-        outputs each of its requests whole at its end; a held one brings what another begins with.
-        Raises InvalidRequest and its kin: never servable here.
+        If the first token ends the request, its blocks are released, held or not. The first tokens
+        of its forks are output under the forks' keys; unless the request is held, each fork then
+        continues as a request of its own. Before that, forks end with the request. A beam search
+        outputs each of its requests whole, at its end; a held one outputs the candidates that a
+        search elsewhere begins with. Raises InvalidRequest and related errors for a request that
+        this engine can never serve.
         """
         self._queue(self._create(request, SequenceState.WAITING, is_held=hold))
         self._step_record.num_prompts += 1
 
     def block_hashes(self, request: Request, num_tokens: int | None = None) -> list[BlockHash]:
-        """Of the full blocks of its known tokens, or of the first `num_tokens` of them."""
+        """Hashes of the full blocks of its known tokens, or of the first `num_tokens` of them."""
         tokens = request.known_token_ids[:num_tokens]
         return block_hashes(self._root_of(request), tokens, self.limits.block_size)
 
     def reserve(self, request: Request, block_hashes: Collection[BlockHash] = ()) -> None:
-        """Queue a request whose KV comes from elsewhere for blocks: see `next_reservation`.
+        """Queue a request whose KV is pulled from another engine; it waits for blocks (see
+        `next_reservation`).
 
-        `block_hashes`: of its first full blocks, if the caller has computed them. Raises
-        InvalidRequest and its kin like `add`.
+        `block_hashes`: of its first full blocks, if the caller has computed them. Raises the errors
+        of `add`.
         """
         sequence = self._create(request, SequenceState.COMING)
         sequence.hashes = [*block_hashes]
         self._queue(sequence)
 
     def next_reservation(self) -> Reservation | None:
-        """Blocks for the known tokens, and the first one to come, of the next one that waits for
-        them by `reserve`; None: not now. Ask again after a step, a release or an abort."""
+        """Allocate blocks for the next request of `reserve`: for its known tokens and one more.
+        None if it does not fit now; call again after a step, a release or an abort."""
         sequence = self._scheduler.reserve()
         if sequence is None:
             return None
@@ -99,18 +90,18 @@ class LiveSequences:
         )
 
     def lacks_drafts(self, reservation: Reservation, first: int | None) -> None:
-        """Before `start`: block number `first` came without the draft model's KV, if one did."""
+        """Note, before `start`, from which block on the pulled KV lacks the draft model's."""
         self._tables.lacks_drafts(self.by_key[reservation.key], first)
 
     def start(self, reservation: Reservation, token_id: int, fork: Request | None = None) -> None:
-        """The KV of all known tokens is in place, and `token_id` follows them: go on from there.
+        """Decode from `token_id` on, which follows the known tokens; their KV is in place.
 
         The token was streamed already and is not output again. Raises HandoffFailed if it ends the
-        request: there would have been nothing to hand over; the reservation stays as it was.
+        request, as there would have been nothing to hand over; the reservation is kept.
 
-        With `fork`, before, a further sample of the prompt does: full blocks are shared, a partial
-        last one is copied. It never lacks memory: where there is no room, it waits and is computed
-        anew, as if preempted.
+        With `fork`, which comes first, a further sample of the prompt starts instead: it shares the
+        full blocks and copies a partial last one. Where there is no room, it waits and is
+        recomputed like a preempted sequence.
         """
         sequence = self.by_key[reservation.key]
         request = fork or sequence.request
@@ -125,7 +116,7 @@ class LiveSequences:
         self._scheduler.start(sequence)
 
     def start_beams(self, reservation: Reservation, first: SampledToken) -> None:
-        """As `start` for a search: `first` has the candidates behind the known tokens."""
+        """`start` of a beam search: `first` has the candidates that follow the known tokens."""
         sequence = self.by_key[reservation.key]
         self._scheduler.start(sequence)
         self.beams.found(sequence, first)
@@ -133,15 +124,15 @@ class LiveSequences:
     # -- requests out -----------------------------------------------------------------------------
 
     def drop(self, reservation: Reservation) -> None:
-        """Give a reservation up; twice is no error. No pull writes to its blocks any more."""
+        """Release a reservation, once no pull writes to its blocks; a second call does nothing."""
         sequence = self.by_key.get(reservation.key)
         if sequence is not None and sequence.state is SequenceState.RESERVED:
             self._end(sequence)
 
     def abort(self, key: str) -> None:
-        """End a request, a held one too, without an output; unknown keys are no error, and what is
-        reserved stays so until `drop`: a pull may write to it. A search goes on for as long as one
-        of its requests does.
+        """End a request, held or not, without an output. Unknown keys are ignored, and so are
+        reservations until `drop`, as a pull may write to their blocks. A beam search ends with the
+        last of its requests.
 
         If a step that touches its blocks is in flight, they stay fenced until that has completed.
         """
@@ -151,10 +142,10 @@ class LiveSequences:
         elif sequence is not None and sequence.state is not SequenceState.RESERVED:
             self._end(sequence)
 
-    # -- how it comes to be -----------------------------------------------------------------------
+    # -- creation ---------------------------------------------------------------------------------
 
     def _create(self, request: Request, state: SequenceState, *, is_held: bool = False) -> Sequence:
-        """A new one. Raises InvalidRequest and its kin."""
+        """A new sequence that is not queued yet. Raises the errors of `add`."""
         if request.key in self.by_key:
             raise InvalidRequest(f"{request.key} is here already")
         self.limits.check(request)
@@ -174,7 +165,7 @@ class LiveSequences:
             if self._constraints is None:
                 raise InvalidRequest("constraints are not taken", code="unsupported_parameter")
             sequence.constrained = self._constraints.begin(constraint)
-        if state is SequenceState.COMING:  # told where they are computed
+        if state is SequenceState.COMING:  # the prefill engine reports them
             sequence.next_prompt_logprob = len(request.prompt_token_ids)
         return sequence
 
@@ -182,8 +173,8 @@ class LiveSequences:
         return root_hash(self._fingerprint, request.cache_salt, request.adapter_digest)
 
     def _queue(self, sequence: Sequence) -> None:
-        """It is found by its key from here on, or those of its search; it waits for its adapter,
-        and then for its turn."""
+        """File the sequence under its key, or the keys of its search, and let it wait for its
+        adapter, then in the scheduler's queue."""
         self.by_key[sequence.key] = sequence
         if isinstance(sequence.group, BeamSearch):
             self.beams.file(sequence.group)
@@ -192,41 +183,38 @@ class LiveSequences:
             self._scheduler.add(sequence)
 
     def _keys_of(self, sequence: Sequence) -> tuple[str, ...]:
-        """Of all requests that a sequence is for."""
+        """The keys of all requests that the sequence computes."""
         search = sequence.group
         return search.keys if isinstance(search, BeamSearch) else (sequence.key,)
 
     def _fork(self, parent: Sequence, request: Request, token_id: int) -> None:
-        """A new sequence behind all of the parent's known tokens."""
-        child = Sequence(request, parent.arrival, False, parent.root_hash)
-        child.token_ids.append(token_id)
-        child.has_started = parent.has_started
-        child.next_prompt_logprob = len(request.prompt_token_ids)
+        """Let a further sample of the parent's prompt decode as a sequence of its own."""
+        child = child_of(parent, request, token_id)
         if parent.constrained is not None:
             child.constrained = parent.constrained.another()
         if request.adapter is not None and self.adapters is not None:
             has_slot = self.adapters.take(child)
-            assert has_slot, "its parent's"
-        assert child.key not in self.by_key and child.num_tokens == parent.num_tokens + 1
+            assert has_slot, "the parent has one"
+        assert child.key not in self.by_key
         self.by_key[child.key] = child
         copies = self._scheduler.forks.fork(parent, child)
         if copies:
             self._runner.copy_blocks(copies)
 
-    # -- what a step's tokens do ------------------------------------------------------------------
+    # -- tokens of a completed step ---------------------------------------------------------------
 
     def _advance_clear(
         self,
         clear: Row[Sequence],
         sampled: Row[SampledToken | None],
-        here: Container[Sequence],
+        live: Container[Sequence],
         output: StepOutput,
     ) -> None:
-        """As `_advance`, of the decodes that were clear, as far as they are still `here`: few of
-        their tokens are anything but the next."""
-        eos, store, tell = self._eos_token_ids, self._tables.store, output.tokens.append
+        """`_advance` for all clear decodes that are still `live`, with the common case in line: a
+        token that does not end the request."""
+        eos, store, emit = self._eos_token_ids, self._tables.store, output.tokens.append
         for sequence, token in zip(clear, sampled, strict=True):
-            if sequence not in here:
+            if sequence not in live:
                 continue
             assert token is not None
             token_id, logprob, top, *_ = token
@@ -235,7 +223,7 @@ class LiveSequences:
                 continue
             token_ids = sequence.token_ids
             index = len(token_ids) - sequence.num_prompt_tokens
-            tell(_token_output((sequence.key, index, token_id, logprob, None, top)))
+            emit(_token_output((sequence.key, index, token_id, logprob, None, top)))
             token_ids.append(token_id)
             sequence.num_awaited_tokens -= 1
             sequence.num_computed_tokens += 1
@@ -248,8 +236,8 @@ class LiveSequences:
         sampled: SampledToken | None,
         output: StepOutput,
     ) -> None:
-        """Account for one sequence's part of a completed step: so many of its tokens are computed,
-        and the token behind them is sampled, if any is."""
+        """Account for one sequence's part of a completed step: `num_tokens` more are computed, and
+        `sampled` follows them, if a token was sampled."""
         if sampled is not None and isnan(sampled.logprob):
             self._fail(sequence, EngineFailed("the model's logits are not numbers"), output)
             return
@@ -268,13 +256,13 @@ class LiveSequences:
             output.chunks.append(ChunkOutput(sequence.key, num_tokens, is_last, sampled))
 
     def _append(self, sequence: Sequence, sampled: SampledToken, output: StepOutput) -> bool:
-        """Output a token, and with the first one those of its forks; whether it goes on, or its KV
-        is held for any of them."""
+        """Output a token, and with the first one those of the forks. Returns whether the sequence
+        continues, or its KV is held for one of them."""
         is_held, index = sequence.is_held, sequence.num_outputs
         sequence.num_awaited_tokens -= not is_held
-        goes_on = self._tell(sequence.request, index, sampled, output)
+        goes_on = self._output(sequence.request, index, sampled, output)
         for fork, token in zip(sequence.forks, sampled.forks, strict=True):
-            if self._tell(fork, index, token, output):
+            if self._output(fork, index, token, output):
                 if is_held:
                     goes_on = True
                 else:
@@ -282,28 +270,28 @@ class LiveSequences:
         sequence.forks = ()
         sequence.token_ids.append(sampled.token_id)
         if not goes_on:
-            self._on_end(sequence.num_outputs)
+            self._output_lengths.observe(sequence.num_outputs)
             self._end(sequence)
         elif is_held:
             self._hold(sequence)
         return goes_on
 
-    def _tell(
+    def _output(
         self, request: Request, index: int, sampled: SampledToken, output: StepOutput
     ) -> bool:
-        """Output a request's token; whether the request goes on behind it."""
+        """Output a request's token; returns whether the request continues."""
         token_id, logprob, top, *_ = sampled
         reason = self._finish_reason(request, token_id, index + 1)
         output.tokens.append(TokenOutput(request.key, index, token_id, logprob, reason, top))
         return reason is None
 
-    # -- how it ends ------------------------------------------------------------------------------
+    # -- the end ----------------------------------------------------------------------------------
 
     def _finish_reason(
         self, request: Request, token_id: int, num_outputs: int
     ) -> FinishReason | None:
-        """Why the request ends with this token, output number `num_outputs` (from 1); None: it goes
-        on. Stop strings are not judged here: the gateway knows text."""
+        """Why the request ends with this token, its output number `num_outputs` (from 1); None if
+        it continues. Stop strings are found by the gateway, which has the text."""
         sampling = request.sampling
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP
@@ -313,7 +301,7 @@ class LiveSequences:
         return FinishReason.LENGTH if is_full or num_outputs >= sampling.max_tokens else None
 
     def _end(self, sequence: Sequence) -> None:
-        """Give back all that it has, and its search."""
+        """Remove the sequence, or its whole search, and release what it holds."""
         if isinstance(search := sequence.group, BeamSearch):
             self.beams.end(search)
             return
@@ -322,12 +310,13 @@ class LiveSequences:
             self._scheduler.remove(sequence)
 
     def _hold(self, sequence: Sequence) -> None:
-        """It is computed and keeps its KV: no step needs its adapter any more."""
+        """Keep the KV of a computed sequence; no further step needs its adapter."""
         self._scheduler.queues.hold(sequence)
         self._leave_adapter(sequence)
 
     def _leave_adapter(self, sequence: Sequence) -> bool:
-        """It needs its adapter no more, which may let others begin. Whether it waited for it."""
+        """Release its adapter slot, which may let other sequences begin. Returns whether it still
+        waited for one."""
         if self.adapters is None or sequence.request.adapter is None:
             return False
         was_parked = self.adapters.leave(sequence)
@@ -335,14 +324,14 @@ class LiveSequences:
         return was_parked
 
     def unpark(self) -> None:
-        """Let those begin that have a slot with their adapter now."""
+        """Queue the sequences that waited for their adapter and have a slot with it now."""
         if self.adapters is not None:
             for other in self.adapters.unpark():
                 self._scheduler.add(other)
 
     def _fail(self, sequence: Sequence, error: BatonError, output: StepOutput) -> None:
-        """End it with an error, if the scheduler has not ended it yet. With it end the samples that
-        have not become sequences of their own yet; of a search that is held none does."""
+        """End the sequence with an error; the scheduler may have removed it already. Samples that
+        are not sequences of their own yet fail with it: of a held search, all of them."""
         if isinstance(search := sequence.group, BeamSearch):
             self.beams.fail(search, error, output)
             return
@@ -353,30 +342,24 @@ class LiveSequences:
         if sequence.state is not SequenceState.ENDED and not was_parked:
             self._scheduler.remove(sequence)
 
-    # -- looking in -------------------------------------------------------------------------------
-
-    @property
-    def has_prompts(self) -> bool:
-        """Whether tokens of prompts wait, for an adapter too, or are being computed."""
-        queues = self._scheduler.queues
-        return bool(queues.parked or queues.waiting) or queues.has_prefills
+    # -- queries ----------------------------------------------------------------------------------
 
     def block_refs(self, key: str, first: int, last: int) -> BlockRefs:
         """Logical blocks [first, last) of a request that holds blocks (else KeyError).
 
-        A block has a hash once a step is launched that fills it.
+        A block has a hash once a step that fills it is launched.
         """
         return self._tables.refs(self.by_key[key], first, last)
 
     def first_undrafted(self, key: str) -> int | None:
-        """Of the computed blocks of a request that holds blocks: which lacks the draft model's KV,
-        the first one; None: none."""
+        """The first computed block of a request (which must hold blocks) that lacks the draft
+        model's KV; None if all have it."""
         sequence = self.by_key[key]
         num_tokens = sequence.num_drafted_tokens
         is_whole = num_tokens >= sequence.num_computed_tokens
         return None if is_whole else num_tokens // self.limits.block_size
 
     def num_outputs(self, key: str) -> int:
-        """Tokens behind a request's prompt, so far; 0 if it has no sequence here."""
+        """Output tokens of a request so far; 0 if it has no sequence in this engine."""
         sequence = self.by_key.get(key)
         return 0 if sequence is None else sequence.num_outputs

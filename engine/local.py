@@ -1,4 +1,4 @@
-"""An engine without a node: no roles, nobody who pulls; its other ranks are this one's children."""
+"""An engine without a node: no roles, no hand-off; its other ranks are child processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LocalEngine(Assembly):
         """Load the model on all ranks; raises StartupFailed."""
 
         def lost(error: BatonError) -> None:
-            report(f"engine lost: {error.message}")  # the next step raises it
+            report(f"engine lost: {error.message}")  # raised by the next step
 
         ranks = start_ranks(config, _FOLLOWER_MODULE, lost, report)
         try:
@@ -55,8 +55,8 @@ class LocalEngine(Assembly):
         return cls(config, runner, ranks)
 
     def load_adapter(self, name: str, path: str) -> Adapter:
-        """Read a LoRA adapter for requests to name. Raises AdapterRefused, or InvalidRequest where
-        none are served."""
+        """Read a LoRA adapter, for use in requests. Raises AdapterRefused, or InvalidRequest if the
+        engine serves none."""
         if self.adapters is None or self.engine.adapters is None:
             raise refuse_adapter()
         found = self.adapters.read(path)
@@ -64,8 +64,8 @@ class LocalEngine(Assembly):
         return Adapter(name, found.digest, path)
 
     def close(self) -> None:
-        """End the other ranks and give all memory back; no step may be in flight. Where a rank was
-        lost a GPU may wait for it for ever: its memory goes with the process."""
+        """End the other ranks and release all memory; no step may be in flight. If a rank was lost,
+        a GPU may wait for it forever: its memory is released with the process."""
         if self.ranks is not None:
             self.ranks.close()  # first: they write to this one's memory
         super().close()
@@ -75,8 +75,8 @@ class LocalEngine(Assembly):
     def generating(
         self, requests: Sequence[Request], outputs: dict[str, list[int]]
     ) -> Iterator[None]:
-        """Run them to their ends, step by step: `outputs` grow, token ids by request key, with
-        stop tokens. Raises a request's error."""
+        """Run the requests to their ends, yielding after each step. Token ids, stop tokens
+        included, are appended to `outputs` by request key. Raises a request's error."""
         for request in requests:
             outputs |= {sample.key: [] for sample in (request, *request.forks)}
             self.engine.add(request)

@@ -1,11 +1,11 @@
-"""A step that is launched: what is in it, and when it began behind what."""
+"""A launched step: its sequences, its shape, and when it was launched."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ..core.step_cost import StepShape
-from .execution.batch import LaunchedStep
+from .execution.runner_protocols import LaunchedStep
 from .scheduling.block_tables import StepFence
 from .scheduling.schedule import ScheduledSequence
 from .scheduling.sequence import Sequence
@@ -13,8 +13,7 @@ from .scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A launched step: its results are parallel to those that are `clear`, and behind them to the
-    `others`."""
+    """A launched step; its results are parallel to `clear` followed by `others`."""
 
     clear: list[Sequence]
     others: list[ScheduledSequence]
@@ -22,8 +21,8 @@ class StepInFlight:
     launched: LaunchedStep
     shape: StepShape
     launched_s: float
-    launching_s: float  # how long it took to plan and to launch it
+    launching_s: float  # how long it took to plan and launch it
     promise_s: float | None
     has_drafts: bool
-    num_in_flight: int  # in a pipeline, with this one
-    hid_end: bool  # of the step before, which ended while this one was launched
+    num_in_flight: int  # in a pipeline, this step included
+    previous_ended: bool  # during the launch of this step

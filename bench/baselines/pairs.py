@@ -19,8 +19,10 @@ from dataclasses import dataclass, replace
 from baton.core.membership import Role
 from baton.core.metrics import TokenTimes
 from baton.core.step_cost import StepCost
-from baton.engine.execution.batch import CompletedStep, LaunchedStep, SequenceSlice
+from baton.engine.execution.batch import SequenceSlice
+from baton.engine.execution.cpu_steps import CompletedStep
 from baton.engine.execution.runner import ModelRunner
+from baton.engine.execution.runner_protocols import LaunchedStep
 
 from ..played.engine import Blocks, EngineSetup
 from ..played.simulation import Call, Simulation

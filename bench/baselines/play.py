@@ -15,8 +15,11 @@ from unittest import mock
 
 from baton.core.metrics import TokenTimes
 from baton.engine.engine import Engine
-from baton.engine.execution.batch import CompletedStep, LaunchedStep, SampledToken, SequenceSlice
+from baton.engine.engine_parts import make_parts
+from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.execution.cpu_steps import CompletedStep
 from baton.engine.execution.runner import ModelRunner
+from baton.engine.execution.runner_protocols import LaunchedStep
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.kv_memory import CpuKvMemory
 from baton.engine.kv.limits import EngineLimits
@@ -47,7 +50,7 @@ class EndingRunner:
     def _judge(self, one: SequenceSlice, token: SampledToken | None) -> SampledToken | None:
         if token is None or one.sample is None:
             return token
-        num_tokens = one.start + one.num_scheduled_tokens + 1
+        num_tokens = one.start + len(one.token_ids) + 1
         if num_tokens >= self._ends[one.sample.params.seed]:
             return token._replace(token_id=self._eos)
         return token._replace(token_id=token.token_id if token.token_id != self._eos else 1)
@@ -115,13 +118,15 @@ class Player:
             graph_prompt_tokens=runner.graph_prompt_tokens if scheme.has_graphs else 0,
         )
         return Engine(
-            EndingRunner(runner, jobs, eos, runs_ahead=scheme.runs_ahead),
-            limits,
-            LocalGenerations(self._num_blocks),
-            fingerprint=scheme.name,
-            eos_token_ids=[eos],
-            enable_prefix_caching=scheme.has_prefix_cache,
-            estimator=scheme.estimator(),
+            make_parts(
+                EndingRunner(runner, jobs, eos, runs_ahead=scheme.runs_ahead),
+                limits,
+                LocalGenerations(self._num_blocks),
+                fingerprint=scheme.name,
+                eos_token_ids=[eos],
+                enable_prefix_caching=scheme.has_prefix_cache,
+                estimator=scheme.estimator(),
+            )
         )
 
     def play(self, scheme: Scheme, jobs: Sequence[Job], arrivals_s: Sequence[float]) -> Outcome:

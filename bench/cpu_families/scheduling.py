@@ -26,6 +26,7 @@ from baton.client.messages import build_request
 from baton.core.config import GatewayConfig
 from baton.core.request.request import TokenLogprobs
 from baton.engine.engine import Engine
+from baton.engine.engine_parts import make_parts
 from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
 from baton.engine.execution.gpu.step_arrays import decode_arrays
 from baton.engine.kv.block_pool import BlockPool
@@ -153,12 +154,14 @@ async def _measure_steps(batch: int) -> list[dict[str, float]]:
     limits = EngineLimits(blocks, _BLOCK_SIZE, _MAX_LEN, batch, 64 * _PROMPT_TOKENS)
     runner = HostRunner()
     engine = Engine(
-        runner,
-        limits,
-        LocalGenerations(blocks),
-        fingerprint="bench",
-        eos_token_ids=(),
-        enable_prefix_caching=False,
+        make_parts(
+            runner,
+            limits,
+            LocalGenerations(blocks),
+            fingerprint="bench",
+            eos_token_ids=(),
+            enable_prefix_caching=False,
+        )
     )
     model = ServedModel.load(GatewayConfig(model="demo", skip_tokenizer_init=True))
     calls = LocalCalls(_Local(engine), model)  # type: ignore[arg-type]

@@ -9,7 +9,8 @@ from typing import Protocol
 from baton.core.ports import Clock
 from baton.core.request.request import TokenLogprobs
 from baton.core.step_cost import StepCost, StepShape, pairs_of
-from baton.engine.execution.batch import Runner, SampledToken, SequenceSlice
+from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.execution.runner_protocols import Runner
 
 _TOKEN_ID = 97
 
@@ -28,7 +29,7 @@ class VirtualClock:
 
 
 class Device(Runner, Clock, Protocol):
-    """A `batch.Runner`, and the clock that it moves: `now_s` is set where a step begins."""
+    """A Runner, and the clock that it moves: `now_s` is set where a step begins."""
 
     now_s: float
 
@@ -51,7 +52,7 @@ class PlayedDevice:
     def launch(self, batch: Sequence[SequenceSlice]) -> PlayedStep:
         num_prompt_tokens = pairs = num_decodes = keys = 0
         for part in batch:
-            num_tokens = part.num_scheduled_tokens
+            num_tokens = len(part.token_ids)
             if num_tokens == 1:
                 num_decodes += 1
                 keys += part.start + 1

@@ -16,6 +16,7 @@ from baton.core.request.timeline import Event, Stamp
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.core.step_cost import StepCost
 from baton.engine.engine import Engine
+from baton.engine.engine_parts import make_parts
 from baton.engine.first_steps import BUDGET_S
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -115,15 +116,17 @@ class PlayedEngine:
             prefill_chunk_tokens=setup.prefill_chunk_tokens,
         )
         self.engine = Engine(
-            self._device,
-            limits,
-            LocalGenerations(blocks.num),
-            fingerprint=FINGERPRINT,
-            eos_token_ids=setup.eos_ids,
-            enable_prefix_caching=self.cache is not None,
-            cache_observer=self.cache,
-            clock=self._device,
-            host_copier=self._copier,
+            make_parts(
+                self._device,
+                limits,
+                LocalGenerations(blocks.num),
+                fingerprint=FINGERPRINT,
+                eos_token_ids=setup.eos_ids,
+                enable_prefix_caching=self.cache is not None,
+                cache_observer=self.cache,
+                clock=self._device,
+                host_copier=self._copier,
+            )
         )
         if setup.measures_first_steps:
             self._device.now_s = cluster.clock.now_s
@@ -192,7 +195,7 @@ class PlayedEngine:
         """Something has changed, of which gateways may have to know before the next beat: at once
         that there are prompts, or none any more."""
         now_s = self._cluster.clock.now_s
-        is_early = self.engine.has_prompts == bool(self._reported[0])
+        is_early = self.engine.stats.has_prompts == bool(self._reported[0])
         due_s = max(now_s, self._recount_s) if is_early else now_s
         if due_s < self._count_s:
             self._count_s = due_s
@@ -203,7 +206,7 @@ class PlayedEngine:
         if now_s < self._count_s:
             return  # it was counted earlier
         self._count_s, self._recount_s = math.inf, now_s + _RECOUNT_S
-        if not self.engine.has_prompts and not self._reported[0]:
+        if not self.engine.stats.has_prompts and not self._reported[0]:
             return
         before, load = self._reported, self.load()
         if self._reported != before:

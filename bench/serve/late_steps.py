@@ -10,7 +10,7 @@ inside of torch's functions, so those are seen more often than they take.
 To look slows the engine down. With --every-step nothing does: FOLDER/PID.csv has a line for each
 step, late or not. `took_ms` is from its beginning on the device until the host saw its end;
 `launching_ms` what the host took to plan and to launch it, meanwhile the step in front may have
-ended unseen (`hid_end`).
+ended unseen (`previous_ended`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ENGINE = "baton.engine.engine"
 _EVERY = "--every-step"
 _COLUMNS = (
     *("end_s", "prompt_tokens", "decodes", "keys", "took_ms", "expected_ms", "promise_ms"),
-    *("launching_ms", "hid_end", "running", "waiting"),
+    *("launching_ms", "previous_ended", "running", "waiting"),
 )
 
 Look = tuple[float, str]  # when, and where the thread was
@@ -127,7 +127,7 @@ class Watch:
         print(
             *(f"{now_s:.4f}", shape.num_prompt_tokens, shape.num_decodes, shape.keys),
             *(f"{1e3 * each_s:.2f}" for each_s in times_s),
-            *(int(step.hid_end), len(queues.running), len(queues.waiting)),
+            *(int(step.previous_ended), len(queues.running), len(queues.waiting)),
             sep=",",
             file=self._steps,
         )

@@ -10,7 +10,7 @@ on; the `width` best hypotheses of all steps are kept. Scores, order and the thr
 stopping are those of transformers' `generate(num_beams=...)`. Beam groups are searches of their own
 that take turns in each step: what the groups before chose costs the later ones
 `diversity_penalty` a beam (Vijayakumar et al. 2018, "Diverse Beam Search", section 4). Equal scores
-go by beam, then by the order of its candidates. Knows no sequence and no block.
+are ordered by beam, then by candidate. Knows no sequence and no block.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class _Token(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """A continuation that may get longer. `parent`: the beam of the step before that it continues,
-    `token_id`: by which token."""
+    """A continuation that may get longer: beam number `parent` of the previous step, continued by
+    `token_id`."""
 
     parent: int
     token_id: int
@@ -49,7 +49,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hypothesis:
-    """A continuation that is complete; `score` is what hypotheses are compared by."""
+    """A complete continuation; hypotheses are compared by `score`."""
 
     score: float
     last: _Token
@@ -69,7 +69,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class BeamRules:
-    """How to search. `max_tokens`: of any hypothesis; `stop_ids` end one."""
+    """Parameters of a search. `max_tokens` bounds each hypothesis; `stop_ids` end one."""
 
     width: int
     max_tokens: int
@@ -81,7 +81,7 @@ class BeamRules:
 
     @classmethod
     def of(cls, sampling: SamplingParams, max_tokens: int, stop_ids: frozenset[int]) -> BeamRules:
-        """Those that a request asks for."""
+        """The rules of a request."""
         return cls(
             sampling.best_of,
             max_tokens,
@@ -97,21 +97,21 @@ class BeamRules:
 
 
 def num_candidates(width: int, num_stop_ids: int) -> int:
-    """How many of a beam's likeliest tokens can matter: `width` that finish or are due to another
-    group's choice, and as many as may end it."""
+    """How many of a beam's likeliest tokens can matter: `width` that continue, or yield to another
+    group's choice, and one for each stop id."""
     return width + num_stop_ids
 
 
 @dataclass(slots=True)
 class _Group:
-    """One of the groups, with so many of the beams."""
+    """One of the groups, with `size` beams."""
 
     size: int
     hypotheses: list[Hypothesis] = field(default_factory=list)  # best first
     is_over: bool = False
 
     def finish(self, hypotheses: list[Hypothesis]) -> None:
-        """Keep the best; what came first goes before its equals."""
+        """Keep the best; of equals, the earlier one."""
         best = sorted([*self.hypotheses, *hypotheses], key=attrgetter("score"), reverse=True)
         self.hypotheses = best[: self.size]
 
@@ -128,7 +128,7 @@ class BeamGroup:
 
     @property
     def beams(self) -> list[Beam]:
-        """Those that live, group by group, the best of each first."""
+        """The live beams, group by group, the best of each first."""
         return [beam for members in self._members for beam in members]
 
     @property
@@ -141,8 +141,7 @@ class BeamGroup:
         return sorted(found, key=attrgetter("score"), reverse=True)[:n]
 
     def advance(self, sampled: Sequence[SampledToken]) -> list[Beam]:
-        """Take what a step found behind each of `beams`, or behind the prompt; returns the new
-        beams."""
+        """Take the candidates that follow each of `beams`, or the prompt; returns the new beams."""
         begins = self._num_tokens == 0
         self._num_tokens += 1
         chosen: Counter[int] = Counter()  # by the groups before
@@ -200,7 +199,7 @@ class BeamGroup:
         return [] if group.is_over else live
 
     def _is_decided(self, group: _Group, best_score: float) -> bool:
-        """Whether no beam is taken to become better than the worst hypothesis that is kept."""
+        """Whether, by the rule of early stopping, no beam can beat the worst kept hypothesis."""
         rules = self._rules
         if len(group.hypotheses) < group.size:
             return False

@@ -1,24 +1,27 @@
-"""The searches of an engine: sequences that compute beams, and what they become behind each step.
+"""The beam searches of an engine: the sequences that compute beams, and how they change after each
+step.
 
     step n      beam 0  beam 1  beam 2      each has its candidates: all stand still
                  │ │      │        x        beam_group.py decides
-    step n + 1   0 2      1                 the first child goes on in its parent's place, further
-                                            ones fork off, who has none gives its blocks back
+    step n + 1   0 2      1                 the first child continues in its parent's place, further
+                                            ones fork, a parent without child releases its blocks
 
 A fork shares its parent's full blocks and copies the partial last one, so a step copies at most one
-block a beam. A search whose sequences are not all in one step waits for the last of them. Sequences
-that other requests crowd out come back as scheduler.py says; the beams' tokens are all they need.
+block per beam. A search whose sequences are not all in one step waits for the last of them.
+Preempted sequences come back as described in scheduler.py, from the tokens of their beams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
 
 from ...core.errors import BatonError, InvalidRequest, PromptTooLarge
 from ...core.request.request import Request
-from ..execution.batch import Runner, SampledToken
+from ..execution.batch import SampledToken
+from ..execution.runner_protocols import Runner
 from ..kv.limits import EngineLimits
+from ..scheduling.forks import child_of
 from ..scheduling.outputs import FinishedBeam, StepOutput
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Sequence, SequenceGroup, SequenceState
@@ -27,14 +30,14 @@ from .beam_group import BeamGroup, BeamRules, num_candidates
 
 @dataclass(slots=True, eq=False)
 class BeamSearch(SequenceGroup):
-    """One search. `keys`: of the requests that its best hypotheses are for, best first; `wanted`:
-    those of them that are not cancelled. The first key's hypothesis is number `sample_index`."""
+    """One search. `keys`: the requests that get its best hypotheses, best first; `wanted`: those of
+    them that are not cancelled. The first key gets hypothesis number `sample_index`."""
 
     request: Request = field(kw_only=True)
     beams: BeamGroup = field(kw_only=True)
     keys: tuple[str, ...] = field(init=False)
     wanted: set[str] = field(init=False)
-    found: dict[Sequence, SampledToken] = field(default_factory=dict)  # behind all its tokens
+    found: dict[Sequence, SampledToken] = field(default_factory=dict)  # what follows all its tokens
     num_forks: int = 0
 
     def __post_init__(self) -> None:
@@ -52,24 +55,24 @@ class BeamSearch(SequenceGroup):
 
 
 class BeamSearches:
-    """Of one engine, whose `sequences` it keeps; `by_key`: each under all keys of its requests.
-    `on_end(num_outputs)`: one ended by itself."""
+    """The searches of one engine, whose `sequences` it updates; `by_key` has each search under all
+    keys of its requests. `on_end(num_outputs)` is called when a search finishes."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         sequences: MutableMapping[str, Sequence],
         runner: Runner,
-        eos_token_ids: Collection[int],
+        eos_token_ids: frozenset[int],
         on_end: Callable[[int], None],
     ) -> None:
         self._scheduler = scheduler
         self._sequences = sequences
         self._runner = runner
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._eos_token_ids = eos_token_ids
         self._on_end = on_end
         self.by_key: dict[str, BeamSearch] = {}
-        self._due: list[BeamSearch] = []  # that found something since `advance`
+        self._due: list[BeamSearch] = []  # with new candidates since `advance`
 
     def begin(self, sequence: Sequence, limits: EngineLimits) -> None:
         """Make the new sequence of a beam search request the first of its search; a held one only
@@ -90,23 +93,23 @@ class BeamSearches:
             sequence.group = search
 
     def file(self, search: BeamSearch) -> None:
-        """The engine has taken its first sequence in: it is found by its requests' keys."""
+        """File a search under its requests' keys, once its first sequence is queued."""
         self.by_key |= dict.fromkeys(search.keys, search)
 
     def abort(self, key: str) -> None:
-        """Nobody waits for this hypothesis any more; with the last one the search ends."""
+        """Cancel one of the requests; the search ends with the last one."""
         search = self.by_key[key]
         search.wanted.discard(key)
         if not search.wanted:
             self.end(search)
 
     def fail(self, search: BeamSearch, error: BatonError, output: StepOutput) -> None:
-        """End it with an error to all whom it was for."""
+        """End the search with an error for all its requests."""
         output.failed += [(key, error) for key in search.keys if key in search.wanted]
         self.end(search)
 
     def end(self, search: BeamSearch) -> None:
-        """Give back all that it holds."""
+        """Remove the search and release what it holds."""
         for key in search.keys:
             del self.by_key[key]
         for sequence in search.members:
@@ -121,8 +124,8 @@ class BeamSearches:
     # -- steps ------------------------------------------------------------------------------------
 
     def found(self, sequence: Sequence, sampled: SampledToken) -> bool:
-        """What may follow all of a beam's tokens, which are computed. Returns whether that begins
-        the search."""
+        """Note the candidates that may follow a beam's tokens. Returns whether they begin the
+        search."""
         search = sequence.group
         assert isinstance(search, BeamSearch)
         search.found[sequence] = sampled
@@ -130,7 +133,8 @@ class BeamSearches:
         return not search.is_forked
 
     def advance(self, output: StepOutput) -> bool:
-        """Let searches go on whose beams all have their candidates; whether any could."""
+        """Continue the searches whose beams all have their candidates; returns whether any had new
+        ones."""
         due, self._due = dict.fromkeys(self._due), []
         ready = [search for search in due if search.members and self._has_all(search, output)]
         copies: list[tuple[int, int]] = []
@@ -141,7 +145,7 @@ class BeamSearches:
         return bool(due)
 
     def _has_all(self, search: BeamSearch, output: StepOutput) -> bool:
-        """Whether it can go on; what was parked behind its first beam is brought back."""
+        """Whether the search can continue; sequences parked behind its first one run again."""
         leader, *others = search.members
         parked = [one for one in others if one.state is SequenceState.PARKED]
         if parked and search.has_found(leader):
@@ -151,7 +155,7 @@ class BeamSearches:
         return search.is_ready
 
     def _advance(self, search: BeamSearch, output: StepOutput) -> list[tuple[int, int]]:
-        """Behind one step: returns the blocks (source, target) to copy before the next."""
+        """Advance by one token; returns blocks (source, target) to copy before the next step."""
         parents = search.members
         beams = search.beams.advance([search.found[one] for one in parents])
         search.found.clear()
@@ -182,25 +186,18 @@ class BeamSearches:
         return copies
 
     def _child(self, search: BeamSearch, parent: Sequence, token_id: int) -> Sequence:
-        """One more sequence behind the parent's tokens."""
+        """A further sequence that continues the parent's tokens."""
         search.num_forks += 1
         request_id = f"{search.request.request_id}.{search.num_forks}"
-        child = Sequence(
-            replace(search.request, request_id=request_id, fork_ids=()),
-            parent.arrival,
-            False,
-            parent.root_hash,
-        )
-        child.token_ids = parent.token_ids[:]
-        child.token_ids.append(token_id)
-        child.has_started = True
-        child.next_prompt_logprob = len(search.request.prompt_token_ids)
+        request = replace(search.request, request_id=request_id, fork_ids=())
+        child = child_of(parent, request, token_id)
+        child.has_started = True  # the search is reported once, with its first sequence
         child.num_candidates, child.group = parent.num_candidates, search
         return child
 
     def _crowd_out(self, search: BeamSearch, output: StepOutput) -> None:
-        """There is no room for all its sequences beside what others have, or in the whole pool.
-        It would not find more if it came back before they give something up."""
+        """Preempt a search whose sequences do not all fit beside others; fail it if the whole pool
+        has no room for them. It stays out until other requests release blocks."""
         if self._scheduler.forks.has_all(search):
             error = PromptTooLarge(f"the pool has no room for all {len(search.members)} beams")
             self.fail(search, error, output)

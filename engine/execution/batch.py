@@ -1,9 +1,9 @@
-"""What the scheduler hands to the runner for one step, and what comes back. Plain values, as tuples
-where a step makes hundreds: a frozen dataclass takes three times as long to make.
+"""The input of one step and its sampled tokens. Plain values; tuples where a step has hundreds, as
+a frozen dataclass takes three times as long to create.
 
-A step is a flat batch: the slices' tokens lie behind each other, no padding. Slice i computes
-positions [start, start + len(token_ids)) of its sequence; their KV goes where the block table has
-it, and attention sees positions 0..start+len-1 through the same table.
+A step is a flat batch: the tokens of all slices in one row, without padding. Slice i computes
+positions [start, start + len(token_ids)) of its sequence; their KV is written to the blocks of its
+block table, and attention reads positions 0..start+len-1 through the same table.
 
     | decodes that differ in numbers alone, in columns | the other decodes | chunks of prompts |
 """
@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, islice, repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...core.request.request import TokenLogprobs
 from ...core.request.sampling_params import SamplingParams
 from ...kernels.attention.attention import AttentionMetadata
 from ...kernels.sampling.sample_spec import SampleSpec
@@ -31,17 +30,17 @@ Int64s = NDArray[np.int64]
 class SequenceSlice(NamedTuple):
     """One sequence's part of a step. `sample` is None for a chunk that is not the last.
 
-    `follows`: the slice's one token is what that slice of the step launched before samples, which
-    the host does not know yet; `token_ids` holds a stand-in for it. Of a slice with drafts each
-    token is one of that slice's samples, from its first on. `prompt_targets` are the tokens
-    that follow the slice's positions from number `first_prompt_target` on, if their
-    log-probabilities are wanted, and `num_prompt_top` alternatives with each.
+    `follows`: the slice's one token is the sample of that slice of the previous step, which the
+    host does not know yet; `token_ids` holds a placeholder. With drafts, the slice's tokens are
+    that slice's samples, from the first on. `prompt_targets` are the tokens that follow the
+    slice's positions from index `first_prompt_target` on, if their log-probabilities are
+    requested, each with `num_prompt_top` alternatives.
 
-    `draft_samples`: the slice's tokens behind its first are drafts, as many, and a token is sampled
-    in front of each: by `draft_samples[i]` what draft i is if it is right, by `sample` what is
-    behind the last. `is_prompt`: its tokens were known at its admission, a draft model computes
-    their KV too, unless it lacks that of tokens in front. `next_token_id`: what follows a prompt's
-    slice behind which nothing is sampled, if that is known; a draft head reads it.
+    `draft_samples`: as many tokens after the slice's first are drafts, and a token is sampled
+    before each: `draft_samples[i]` samples what draft i must equal, `sample` what follows the last.
+    `is_prompt`: the tokens were known at admission, and a draft model computes their KV too, unless
+    it lacks that of earlier tokens. `next_token_id`: the known token after a prompt's slice that
+    samples nothing; a draft head reads it.
     """
 
     token_ids: Sequence[int]
@@ -52,23 +51,19 @@ class SequenceSlice(NamedTuple):
     prompt_targets: Sequence[int] = ()
     first_prompt_target: int = 0
     num_prompt_top: int = 0
-    adapter_slot: int | None = None  # where its LoRA adapter is
+    adapter_slot: int | None = None  # the slot of its LoRA adapter
     draft_samples: Sequence[SampleSpec] = ()
     is_prompt: bool = False
     next_token_id: int | None = None
 
-    @property
-    def num_scheduled_tokens(self) -> int:
-        return len(self.token_ids)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeColumns:
-    """Slices of one token, behind which one is sampled as parameters and a key say, in parallel
-    columns; `blocks` are those that the tokens lie in, `follows` is -1 where a token is known.
+    """Slices of one token each that sample the next by `params` and `keys`, as parallel columns.
+    `blocks` are the KV blocks of the tokens; `follows` is -1 where a token is known.
 
-    Rows that are `special` need more than a temperature, those that are `asking` alternatives. To
-    those with `specs` their sequences add something.
+    Rows in `special` need more than a temperature, rows in `asking` return alternatives. `specs`
+    has the rows whose sequences add to their parameters: a history, or tokens that are left out.
     """
 
     token_ids: Int64s
@@ -91,7 +86,7 @@ class DecodeColumns:
         return self.specs.get(row) or SampleSpec(self.params[row], int(self.keys[row]))
 
     def slice(self, row: int) -> SequenceSlice:
-        """For runners that have no use for columns."""
+        """The row as a slice, for runners that use no columns."""
         follows = int(self.follows[row])
         return SequenceSlice(
             (int(self.token_ids[row]),),
@@ -111,10 +106,10 @@ NO_DECODES = DecodeColumns(
 
 @dataclass(frozen=True, eq=False)
 class StepBatch(Sequence[SequenceSlice]):
-    """All slices of a step: `decodes`, and behind them `others` in the order of any batch.
+    """All slices of a step: `decodes`, followed by `others`, decodes first.
 
-    It samples in rows: one of each of `decodes`, and behind them those of `others`, of which one
-    with drafts has several and a chunk that is not the last has none.
+    A sampled token is a row: one row for each of `decodes`, followed by those of `others`, where a
+    slice with drafts has several and a chunk that is not the last has none.
     """
 
     decodes: DecodeColumns
@@ -156,7 +151,7 @@ class StepBatch(Sequence[SequenceSlice]):
 
     @cached_property
     def num_decodes(self) -> int:
-        """Slices at the beginning that are decodes: one token, and drafts behind it."""
+        """Leading slices that are decodes: one token, followed by its drafts."""
         for index, piece in enumerate(self.others, len(self.decodes)):
             if len(piece.token_ids) != 1 + len(piece.draft_samples):
                 return index
@@ -164,7 +159,7 @@ class StepBatch(Sequence[SequenceSlice]):
 
     @property
     def is_decode(self) -> bool:
-        """Decodes alone, all of which sample."""
+        """Whether all slices are decodes that sample."""
         all_sample = all(piece.sample is not None for piece in self.others)
         return all_sample and self.num_decodes == len(self)
 
@@ -181,7 +176,7 @@ class StepBatch(Sequence[SequenceSlice]):
     def metadata(
         self, slots: Tensor, *, is_graph: bool = False, graph_decodes: int | None = None
     ) -> AttentionMetadata:
-        """What attention plans the step by; `slots` [tokens] lie on the device."""
+        """The input of attention's plan; `slots` [tokens] are on the device."""
         return AttentionMetadata(
             query_lens=self.query_lens,
             seq_lens=self.seq_lens,
@@ -194,7 +189,7 @@ class StepBatch(Sequence[SequenceSlice]):
 
     @cached_property
     def logits_indices(self) -> list[int]:
-        """The rows' tokens, of the step."""
+        """For each row, the index of its token in the step."""
         end = len(self.decodes)
         indices = [*range(end)]
         for piece in self.others:
@@ -205,7 +200,7 @@ class StepBatch(Sequence[SequenceSlice]):
 
     @cached_property
     def specs(self) -> list[SampleSpec]:
-        """Of the rows behind those of `decodes`."""
+        """How the rows of `others` are sampled."""
         found = list[SampleSpec]()
         for piece in self.others:
             if piece.sample is not None:
@@ -219,13 +214,13 @@ class StepBatch(Sequence[SequenceSlice]):
 
     @property
     def special(self) -> list[int]:
-        """Rows for which temperature and noise are not all there is to their tokens."""
+        """Rows that are sampled by more than temperature and noise."""
         specs = chain(self.decodes.specs.items(), enumerate(self.specs, len(self.decodes)))
         return [*self.decodes.special, *(row for row, one in specs if one.needs_more_than_noise)]
 
     @property
     def asking(self) -> list[int]:
-        """Rows that ask for more than a token."""
+        """Rows that return more than a token."""
         n, asking = len(self.decodes), list(self.decodes.asking)
         for row, spec in enumerate(self.specs, n):
             if spec.fork_keys or spec.params.logprobs or spec.num_candidates:
@@ -234,11 +229,11 @@ class StepBatch(Sequence[SequenceSlice]):
 
     @property
     def has_extras(self) -> bool:
-        """Whether anybody asks for more than a token a row: see extras.py."""
+        """Whether any slice returns more than a token a row: see extras.py."""
         return bool(self.asking) or any(piece.prompt_targets for piece in self.others)
 
     def results(self, tokens: Sequence[SampledToken]) -> list[SampledToken | None]:
-        """`tokens` of the rows, by slice; without any, of a stage that samples none, all None."""
+        """The rows' `tokens` by slice; all None without tokens, as of a stage that samples none."""
         if not tokens:
             return [None] * len(self)
         rows = iter(tokens)
@@ -257,10 +252,10 @@ class StepBatch(Sequence[SequenceSlice]):
 def _flatten_chunks(
     chunks: Sequence[SequenceSlice], lens: Sequence[int], arrays: Int64s, block_size: int
 ) -> None:
-    """The same of slices of any length, all at once too: decodes with drafts are many."""
+    """`flatten` for slices of any length, vectorised, as there may be many decodes with drafts."""
     token_ids, positions, slots = arrays
     blocks: list[int] = []
-    block_offsets = []  # from a position's block to its place in `blocks`
+    block_offsets = []  # from a position's block number to its index in `blocks`
     for piece, n in zip(chunks, lens, strict=True):
         first, last = piece.start // block_size, (piece.start + n - 1) // block_size
         block_offsets.append(len(blocks) - first)
@@ -277,8 +272,8 @@ def _flatten_chunks(
 
 
 class Candidate(NamedTuple):
-    """A token that a beam may go on with. `score` is its log-probability behind bias, penalties and
-    masks, `logprob` that under the model's own distribution."""
+    """A token that a beam may continue with. `score` is its log-probability after bias, penalties
+    and masks, `logprob` that under the model's own distribution."""
 
     token_id: int
     score: float
@@ -288,10 +283,10 @@ class Candidate(NamedTuple):
 class SampledToken(NamedTuple):
     """One sampled token and its log-probability under the model's own distribution.
 
-    A `logprob` of NaN: the logits were no distribution, and the token means nothing. `top` are the
-    likeliest (token id, logprob), as many as were asked for; `forks` the further samples;
-    `candidates` those of a beam, best first, equals by id. In front of it are those of the slice's
-    `draft_samples`: `at_drafts`.
+    A `logprob` of NaN: the logits were no distribution, and the token is invalid. `top` are the
+    likeliest (token id, logprob), as many as were requested; `forks` the further samples;
+    `candidates` those of a beam, best first, equals by id; `at_drafts` the tokens sampled before it
+    by the slice's `draft_samples`.
     """
 
     token_id: int
@@ -303,94 +298,7 @@ class SampledToken(NamedTuple):
 
     @staticmethod
     def many(token_ids: Sequence[int], logprobs: Sequence[float]) -> list[SampledToken]:
-        """Of a step, in less time than one by one."""
+        """The tokens of a step, in less time than one by one."""
         nothing = repeat(())
         rows = zip(token_ids, logprobs, *(nothing,) * 4)  # noqa: B905 (the last have no end)
         return [*map(partial(tuple.__new__, SampledToken), rows)]
-
-
-class LaunchedStep(Protocol):
-    """A step on the device."""
-
-    @property
-    def number(self) -> int:
-        """What those who read this device's count of steps see once its KV is written (or more).
-
-        0: it is not counted.
-        """
-        ...
-
-    @property
-    def device_s(self) -> float | None:
-        """How long it was on the device, from its first kernel on; None: it cannot tell. Behind
-        `collect`."""
-        ...
-
-    def has_completed(self) -> bool:
-        """Whether `collect` would not have to wait. Raises EngineFailed as it does."""
-        ...
-
-    def collect(self) -> list[SampledToken | None]:
-        """Wait until it has completed; call once. Parallel to the batch, None: nothing sampled.
-
-        Raises EngineFailed when the device is lost or out of memory: the engine must end.
-        """
-        ...
-
-    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-        """By slice, of the `prompt_targets` of those that have any. Behind `collect`."""
-        ...
-
-
-class Runner(Protocol):
-    """Executes steps: owns model, KV tensors and sampler; knows no request."""
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether `launch` returns before the step has completed.
-
-        One more step may then be launched before it is collected. Steps complete in order.
-        """
-        ...
-
-    def launch(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
-        """Begin one step; `batch` is not empty. Raises EngineFailed as `collect` does."""
-        ...
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (source, target), behind all launched steps; returns when it is done."""
-        ...
-
-
-class Drafter(Protocol):
-    """A runner with a draft model or a draft head beside its model."""
-
-    def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
-        """Between two steps: let the draft model continue each slice's sequence, by a token for
-        each of its `draft_samples`, drawn by that. `token_ids` are those that the draft model has
-        no KV of, up to the last. The block table has room for all. A head may have none to give.
-        Raises EngineFailed."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class CompletedStep:
-    """What a runner that does not run ahead returns."""
-
-    results: list[SampledToken | None]
-    prompt: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    number = 0
-    device_s = None
-
-    def behind(self, _first: LaunchedStep) -> CompletedStep:
-        """See GpuStep."""
-        return self
-
-    def has_completed(self) -> bool:
-        return True
-
-    def collect(self) -> list[SampledToken | None]:
-        return self.results
-
-    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-        return self.prompt

@@ -1,9 +1,9 @@
-"""Which tokens the constrained sequences of a step may be given, as bit masks for the sampler, and
-which tokens a sequence has seen, for penalties.
+"""The tokens that constrained sequences may continue with, as bit masks for the sampler, and the
+token counts of a sequence, for penalties.
 
-A sequence's matcher follows its output tokens, however they came to it: sampled here, handed over,
-streamed by an earlier attempt or known from before a preemption. It is fed when a mask is needed,
-so the tokens are all its state.
+A sequence's matcher follows its output tokens, whether sampled here, handed over, or known
+from an earlier attempt or before a preemption. It reads them when a mask is needed, so the tokens
+are all its state.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ class Constrained:
         return Constrained(self.grammar)
 
     def begin_again(self) -> None:
-        """Its matcher has given up on tokens that are not output: follow these alone, anew."""
+        """Reset the matcher, which failed on drafts, to follow the output tokens again."""
         self.num_followed, self._matcher = 0, None
 
     def catch_up(self, output_token_ids: Sequence[int]) -> LLMatcher:
-        """The matcher behind all these tokens. Raises InvalidRequest where they do not fit."""
+        """The matcher, advanced to the end of these tokens. Raises InvalidRequest if they do not
+        match the grammar."""
         if self._matcher is None:
             self._matcher = self.grammar.follow()
         accept(self._matcher, output_token_ids[self.num_followed :])
@@ -58,7 +59,7 @@ Sample = tuple[Constrained, Sequence[int], Sequence[int]]  # its output tokens, 
 
 
 class Constraints:
-    """Belongs to one engine."""
+    """The constraints of one engine."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -66,12 +67,12 @@ class Constraints:
         self._executor: LLExecutor | None = None
 
     def begin(self, constraint: Constraint) -> Constrained:
-        """For a new sequence; compiles unless that was done before. Raises InvalidRequest."""
+        """The grammar state of a new sequence, compiled on first use. Raises InvalidRequest."""
         return Constrained(self._grammars.compile(constraint))
 
     def masks(self, samples: Sequence[Sample]) -> list[list[Mask] | InvalidRequest]:
-        """What each sample can be followed by, and behind each of its drafts, which fit, as far as
-        the grammar's limits let it follow them; or why it fails. Several are computed at once."""
+        """For each sample the mask of its next token and one after each of its (matching) drafts,
+        as far as the grammar's limits allow; or why it fails. Several are computed in parallel."""
         results: list[list[Mask] | InvalidRequest] = []
         masks = np.zeros((len(samples), self._num_words), np.int32)
         rows: list[tuple[LLMatcher, int]] = []
@@ -93,13 +94,13 @@ class Constraints:
         return results
 
     def num_fitting(self, sample: Sample) -> int:
-        """How many of the sample's drafts can follow its output, one behind the other. Raises
-        InvalidRequest where the output does not fit."""
+        """How many of the sample's drafts match the grammar after its output. Raises InvalidRequest
+        if the output does not match."""
         constrained, output_token_ids, drafts = sample
         return constrained.catch_up(output_token_ids).validate_tokens(list(drafts))
 
     def _behind(self, matcher: LLMatcher, drafts: Sequence[int]) -> list[Mask]:
-        """Masks behind each of them, up to where the matcher gives up; else it is where it was."""
+        """Masks after each draft, up to where the matcher fails; else it is rolled back."""
         masks = np.zeros((len(drafts), self._num_words), np.int32)
         for number, (draft, mask) in enumerate(zip(drafts, masks, strict=True)):
             if matcher.consume_tokens([draft]):
@@ -124,15 +125,14 @@ class Constraints:
 
 
 def mask_of(token_ids: Sequence[int]) -> Mask:
-    """Allows these tokens; its words end with that of the last."""
+    """A mask that allows these tokens, no longer than the word of the last."""
     bits = np.zeros((max(token_ids) // _WORD_BITS + 1) * _WORD_BITS, bool)
     bits[[*token_ids]] = True
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)
 
 
 def within(masks: Sequence[Mask], allowed: Mask) -> list[Mask] | InvalidRequest:
-    """What each of a sample's masks has of these tokens, up to one that has none; or why it
-    fails."""
+    """A sample's masks restricted to `allowed`, up to the first that is empty; or why it fails."""
     found = [mask[: len(allowed)] & allowed[: len(mask)] for mask in masks]
     num_left = next((i for i, mask in enumerate(found) if not mask.any()), len(found))
     return found[:num_left] or InvalidRequest(
@@ -141,7 +141,7 @@ def within(masks: Sequence[Mask], allowed: Mask) -> list[Mask] | InvalidRequest:
 
 
 def without(mask: Mask, forbidden_ids: Sequence[int]) -> Mask:
-    """The mask less these tokens, unless nothing would be left: a grammar that is over is over."""
+    """The mask without these tokens, unless it would be empty: a complete grammar must end."""
     left = mask.copy()
     for token_id in forbidden_ids:
         if token_id // _WORD_BITS >= len(left):
@@ -151,9 +151,9 @@ def without(mask: Mask, forbidden_ids: Sequence[int]) -> Mask:
 
 
 class TokenCounts:
-    """Parallel arrays: every token id that occurred, once, and its count in the output.
+    """Each token id that occurred and its count in the output, as parallel arrays.
 
-    Grows with the sequence, so that a decode step costs one update and no pass over the prompt.
+    Grows with the sequence: a decode step costs one update and no pass over the prompt.
     """
 
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:
@@ -164,7 +164,7 @@ class TokenCounts:
         self._num_taken = len(prompt_token_ids)
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
-        """Count the outputs of the whole sequence's `token_ids` that are new."""
+        """Count the new outputs among all `token_ids` of the sequence."""
         for token_id in token_ids[self._num_taken :]:
             place = self._places.setdefault(token_id, len(self._places))
             if place == len(self._ids):
@@ -175,7 +175,7 @@ class TokenCounts:
         self._num_taken = len(token_ids)
 
     def behind(self, token_ids: Sequence[int]) -> TokenCounts:
-        """A copy that has counted these too."""
+        """A copy that counts these tokens too."""
         copied = TokenCounts(())
         copied._ids, copied._counts = self._ids.copy(), self._counts.copy()
         copied._places = self._places.copy()

@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ...core.errors import EngineFailed
+from ...core.request.request import TokenLogprobs
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.sampling.sampling import sample
 from ..lora.rank_adapters import RankAdapters
-from .batch import CompletedStep, SampledToken, SequenceSlice, StepBatch
+from .batch import SampledToken, SequenceSlice, StepBatch
 from .extras import compute_extras
+from .runner_protocols import LaunchedStep
 from .step_model import StepHead, StepModel
 
 
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """What a runner that does not run ahead returns: a LaunchedStep."""
+
+    results: list[SampledToken | None]
+    prompt: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    number = 0
+    device_s = None
+
+    def behind(self, _first: LaunchedStep) -> CompletedStep:
+        """See GpuStep."""
+        return self
+
+    def has_completed(self) -> bool:
+        return True
+
+    def collect(self) -> list[SampledToken | None]:
+        return self.results
+
+    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        return self.prompt
+
+
 class CpuSteps:
-    """Steps of `model` over the pool of `attention`."""
+    """Executes steps of `model` over the KV pool of `attention`."""
 
     runs_ahead = False
 
@@ -35,17 +62,22 @@ class CpuSteps:
         self.head: StepHead | None = None
 
     def capture_graphs(self) -> None:
-        """A CPU has none."""
+        """A CPU has no graphs."""
 
     def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
+        """Compute the step. Raises EngineFailed, as `Runner.launch`."""
         batch = StepBatch.of(batch)
-        hidden = self._forward(batch)
-        if not self._is_last_stage:
-            return CompletedStep(batch.results([]))
-        return self._sample(batch, hidden)
+        try:
+            with torch.inference_mode():
+                hidden = self._forward(batch)
+                if not self._is_last_stage:
+                    return CompletedStep(batch.results([]))
+                return self._sample(batch, hidden)
+        except RuntimeError as error:  # torch's: out of memory
+            raise EngineFailed(f"the step failed: {error}") from error
 
     def sample_states(self, batch: Sequence[SequenceSlice], hidden: Tensor) -> CompletedStep:
-        """A step of decodes whose hidden states are there already."""
+        """A step of decodes whose hidden states are computed already."""
         return self._sample(StepBatch.of(batch), hidden)
 
     def _sample(self, batch: StepBatch, hidden: Tensor) -> CompletedStep:

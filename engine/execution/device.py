@@ -39,7 +39,7 @@ def devices_of_ranks(config: EngineConfig) -> list[str]:
 
 
 def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:
-    """The device, type and kernels that `--device` and `--dtype` mean here.
+    """The device, type and kernels that `--device` and `--dtype` select on this host.
 
     Raises StartupFailed for a device or type that there is not.
     """
@@ -68,7 +68,7 @@ def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:
 
 
 def _has_kernels(device: torch.device, quantization: Quantization | None, dtype: str) -> bool:
-    """For weights that are quantised so, in models of `dtype`."""
+    """Whether there are kernels for weights of this quantisation, in models of `dtype`."""
     needed = _INT4_CAPABILITY if quantization and quantization.int4 else _FP8_CAPABILITY
     is_able = torch.cuda.get_device_capability(device) >= needed
     return stays_packed(quantization, dtype) and is_able
@@ -88,8 +88,8 @@ def _check_gpu(device: str, num_gpus: int) -> None:
 
 
 def choose_kv_dtype(config: EngineConfig, model: ModelConfig, placement: Placement) -> torch.dtype:
-    """The type of the KV pool that `--kv-cache-dtype` means here. Raises StartupFailed if the
-    device or the model cannot have it."""
+    """The type of the KV pool that `--kv-cache-dtype` selects. Raises StartupFailed if the device
+    or the model does not support it."""
     wanted = config.kv_cache_dtype
     if wanted == "auto":
         return placement.dtype
@@ -113,11 +113,11 @@ def choose_kv_dtype(config: EngineConfig, model: ModelConfig, placement: Placeme
 def choose_attention(
     config: EngineConfig, model: ModelConfig, placement: Placement, max_model_len: int
 ) -> str:
-    """What prefill attends by here: "torch", "triton" or "flashinfer". On a GPU decodes attend by
-    our own kernel, which reads KV as fast as FlashInfer's and needs no plan.
+    """The attention backend of prefill: "torch", "triton" or "flashinfer". Decodes on a GPU use our
+    own kernel, which reads KV as fast as FlashInfer's and needs no plan.
 
-    By itself: FlashInfer's FA3 where it can. Raises StartupFailed if the wanted one cannot compute
-    this model.
+    The default is FlashInfer's FA3 if it supports the model. Raises StartupFailed if the configured
+    backend does not.
     """
     wanted = config.attention_backend
     if placement.device.type == "cpu":

@@ -1,8 +1,8 @@
-"""What few requests have beside their tokens: further samples, alternatives, beams' candidates and
-the prompt's scores.
+"""What few requests get beside their tokens: further samples, alternatives, candidates of beams and
+scores of the prompt.
 
-They are computed behind the ordinary sampling, from the same logits, for those rows alone; they
-come to the host with the step's own.
+They are computed after the ordinary sampling, from the same logits, for the rows that need them,
+and are copied to the host with the step's tokens.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ...kernels.sampling.top_logprobs import candidates, top_logprobs
 from ...kernels.upload import upload_numbers
 from .batch import Candidate, SampledToken, StepBatch
 
-WholeLogits = Callable[[Sequence[int]], Tensor]  # of some of the rows
-_MAX_ROWS = 64  # worked on at once: a whole chunk's logits would not fit beside the pool
+WholeLogits = Callable[[Sequence[int]], Tensor]  # of the given rows
+_MAX_ROWS = 64  # processed at once: a whole chunk's logits would not fit beside the pool
 
 
 @dataclass(frozen=True, slots=True)
 class _PromptPart:
-    """Rows [first, first + num_rows) of the prompt tokens' results belong to the slice."""
+    """The slice whose results are rows [first, first + num_rows) of the prompt tokens' results."""
 
     slice_index: int
     first: int
@@ -49,7 +49,7 @@ class Extras:
     candidates: tuple[Tensor, ...] | None  # ids, scores, logprobs [beams, most]
 
     def add_to(self, tokens: list[SampledToken]) -> None:
-        """Complete the sampled tokens, which are parallel to the rows. The step has completed."""
+        """Complete the sampled tokens, parallel to the rows; call once the step has completed."""
         if self.top_tokens is not None:
             ids, logprobs = (part.tolist() for part in self.top_tokens)
             for place, (row, num_top) in enumerate(self.tops):
@@ -69,7 +69,7 @@ class Extras:
                 tokens[row] = tokens[row]._replace(candidates=found)
 
     def prompt_logprobs(self) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """By slice, of its `prompt_targets`. The step has completed."""
+        """Scores of `prompt_targets`, by slice; call once the step has completed."""
         if self.prompt_tokens is None:
             return {}
         logprobs, top_ids, tops = (part.tolist() for part in self.prompt_tokens)
@@ -93,10 +93,10 @@ def compute_extras(
     project: Callable[[Tensor], Tensor],
     gather: Callable[[Tensor], Tensor],
 ) -> Extras:
-    """Of a batch that has any. `logits`: this rank's of its rows; None where there are none.
+    """The extras of a batch that has any. `logits`: this rank's, of its rows; None without rows.
 
-    `hidden` [tokens, hidden] of all slices (None: none asks for its prompt). `project` makes whole
-    logits [n, vocab] of rows of it, `gather` of rows of `logits`. Waits for nothing.
+    `hidden` [tokens, hidden] of all slices (None: no slice has `prompt_targets`). `project` makes
+    whole logits [n, vocab] of its rows, `gather` of rows of `logits`. Does not wait for the device.
     """
     asking = [(row, batch.spec(row)) for row in batch.asking]
     forks = [row for row, spec in asking for _ in spec.fork_keys]
@@ -131,7 +131,7 @@ def compute_extras(
 def _sample_forks(
     specs: list[SampleSpec], rows: list[int], whole: WholeLogits
 ) -> tuple[Tensor, ...]:
-    """Sample `rows` (one entry a fork) again, each under its own key."""
+    """Sample `rows` (one entry for each fork) again, each with its own key."""
     wanted = [spec._replace(key=key) for spec in specs for key in spec.fork_keys]
     parts = [sample(whole(rows[part]), wanted[part]) for part in _parts(len(rows))]
     return _joined(parts)
@@ -146,7 +146,7 @@ def _find_tops(rows: list[int], whole: WholeLogits, most: int) -> tuple[Tensor, 
 def _find_candidates(
     rows: list[int], specs: list[SampleSpec], whole: WholeLogits
 ) -> tuple[Tensor, ...]:
-    """The likeliest tokens of each of the rows, by what its spec makes of the logits."""
+    """The likeliest tokens of each of the rows, after its spec has changed the logits."""
     most = max(spec.num_candidates for spec in specs)
     parts = [candidates(whole(rows[p]), specs[p], most) for p in _parts(len(rows))]
     return _joined(parts)
@@ -187,8 +187,8 @@ def _parts(num_rows: int) -> list[slice]:
 
 
 def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """One tensor of each kind, on its way to the host. Nothing waits for it: a GPU's go to pinned
-    memory, which is valid once the step has completed."""
+    """One tensor of each kind in host memory. Does not wait: copies from a GPU go to pinned memory,
+    which is valid once the step has completed."""
     whole = (torch.cat(kind) for kind in zip(*parts, strict=True))
     return tuple(_pinned_copy(tensor) if tensor.is_cuda else tensor for tensor in whole)
 

@@ -36,8 +36,8 @@ def load_model(
     on_progress: OnProgress | None,
     notes: list[str],
 ) -> tuple[Decoder, str]:
-    """These layers of the model, the weights filled, and what identifies all of them; `notes` are
-    lines for people.
+    """The model's `layers` with their weights, and what identifies all weights; `notes` are lines
+    for people.
 
     Raises StartupFailed.
     """
@@ -82,7 +82,7 @@ def load_model(
 
 
 def check_checkpoint(model_dir: Path, model_config: ModelConfig) -> None:
-    """Whether a start would find all weights, by what the files say they have: none is loaded.
+    """Check by the files' headers that a start would find all weights; loads none.
 
     Raises StartupFailed.
     """
@@ -93,7 +93,7 @@ def check_checkpoint(model_dir: Path, model_config: ModelConfig) -> None:
 
 
 def _as_checkpoint(placement: Placement, model_dir: Path) -> Placement:
-    """For weights of the names that the checkpoint has."""
+    """The placement for the names of weights in the checkpoint."""
     is_merged = any(map(is_merged_name, tensor_names(model_dir)))
     return dataclasses.replace(placement, has_merged_experts=is_merged)
 
@@ -101,8 +101,8 @@ def _as_checkpoint(placement: Placement, model_dir: Path) -> Placement:
 def _check(
     model_dir: Path, model_config: ModelConfig, placement: Placement, is_dummy: bool
 ) -> frozenset[str]:
-    """Whether the checkpoint fills this model, before any memory is taken for it. Returns the
-    tensors that it may have besides."""
+    """Check that the checkpoint fills this model, before memory is allocated. Returns the further
+    tensors that it may have."""
     model = make_decoder(model_config, dataclasses.replace(placement, device=torch.device("meta")))
     ignored = frozenset({"lm_head.weight"} if model_config.has_tied_embeddings else ())
     if (prefix := ARCHITECTURES[model_config.architecture].mtp_prefix) and not is_dummy:
@@ -126,7 +126,7 @@ def _expert_loads(
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """The context of an engine, in tokens. Raises StartupFailed if the model has less."""
+    """The context length of an engine, in tokens. Raises StartupFailed if the model has less."""
     if config.max_model_len is None:
         return model.max_position_embeddings
     if not 0 < config.max_model_len <= model.max_context_tokens:

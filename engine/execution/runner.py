@@ -2,19 +2,21 @@
 
     config ─► placement ─► weights ─► KV pool and steps (step_builder.py)
 
-Knows no request and no schedule: what is computed together is the scheduler's choice, and a
-slice's token must not depend on it. How a step is run has step_runner.py.
+Knows no request and no schedule: a slice's token must not depend on what the scheduler put in its
+step. cpu_steps.py or gpu/ execute the steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ...core.engine_config import EngineConfig
 from ...core.model_dir import eos_token_ids, resolve_model_dir
 from ...kernels.experts.expert_loads import ExpertLoadReader
+from ...kernels.kv.kv_blocks import copy_blocks
 from ..kv.block_pool import CANARY_BLOCK
 from ..kv.cuda_step_count import CudaStepCount, count_steps
 from ..kv.generations import SharedGenerations
@@ -27,17 +29,19 @@ from ..model.model_config import read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
 from ..model.stages import layer_ranges
 from ..model.weights.filling import OnProgress
+from .batch import SequenceSlice, StepBatch
 from .cpu_steps import CpuSteps
 from .device import choose_attention, choose_kv_dtype, choose_placement
 from .drafting.head_model import make_draft_model
 from .model_loading import choose_max_model_len, load_model
+from .runner_protocols import Drafter, LaunchedStep
 from .step_builder import StepBuilder
-from .step_runner import StepRunner
 from .step_sizes import most_step_tokens
 
 
-class ModelRunner(StepRunner):
-    """Of one rank. `startup_notes` are lines for people.
+class ModelRunner:
+    """The Runner of one rank, and the Drafter of its draft model or head. `startup_notes` are lines
+    for people.
 
     All ranks of an engine are made, and launch the same steps, at the same time.
     """
@@ -112,7 +116,7 @@ class ModelRunner(StepRunner):
             on_progress,
             self.startup_notes,
         )
-        self.model = model  # for whoever wants its weights
+        self.model = model  # weights are read by adapters and checks
         drafting, of_drafts = None, dict[str, str]()
         if draft_model is not None:
             drafting, of_drafts = draft_model.load_beside(model, self.startup_notes)
@@ -143,28 +147,61 @@ class ModelRunner(StepRunner):
             built = builder.on_cpu(layout, num_blocks)
         else:
             built = builder.on_gpu(layout)
-        super().__init__(built, self._placement.device)
+        self.kv, self._steps, self._draft_steps = built
+        self._drafter: Drafter | None = self._draft_steps or self._steps.head
+        self.runs_ahead = self._steps.runs_ahead
+        self.launch: Callable[[Sequence[SequenceSlice]], LaunchedStep] = self._steps.launch
+        if self._draft_steps is not None:
+            self.launch = self._launch_behind_drafts
         self.max_num_seqs = builder.max_num_seqs
         self.host_copier = make_host_copier(config, self.kv, self._placement.device)
         communicator.stages.begin()
 
+    def _launch_behind_drafts(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
+        """A step, and before it the draft model's KV of its prompts."""
+        assert self._draft_steps is not None
+        batch = StepBatch.of(batch)
+        first = self._draft_steps.compute_prompts(batch.others)
+        step = self._steps.launch(batch)
+        return step if first is None else step.behind(first)
+
+    def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
+        """See Drafter. Steps are not handed out: `close` ends the last references to the KV."""
+        assert self._drafter is not None
+        return self._drafter.draft(batch)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See Runner; no target may repeat.
+
+        Waits for the device: no fence keeps the sources from being handed out while they are read.
+        """
+        device = self._placement.device
+        sources, targets = zip(*pairs, strict=True) if pairs else ((), ())
+        copy_blocks(
+            self.kv.tensor,
+            torch.tensor(sources, dtype=torch.int64, device=device),
+            torch.tensor(targets, dtype=torch.int64, device=device),
+        )
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
     @property
     def engine_block_bytes(self) -> int:
-        """A KV block's on all ranks together."""
+        """Bytes of a KV block on all ranks together."""
         of_layer = self.kv.block_bytes // len(self.layers)
         return of_layer * self.model_config.num_layers * self._communicator.size
 
     @property
     def prefill_chunk_tokens(self) -> int:
-        """See `EngineLimits`. A CPU gains nothing by larger steps, and a pipeline is filled by
-        smaller ones."""
+        """See `EngineLimits`. 0 on a CPU, which gains nothing by larger steps, and in a pipeline,
+        which smaller ones fill."""
         is_gpu = self._placement.device.type == "cuda"
         is_pipeline = self._config.pipeline_parallel_size > 1
         return (self._config.prefill_chunk_tokens or 0) if is_gpu and not is_pipeline else 0
 
     @property
     def graph_rows(self) -> tuple[int, ...]:
-        """See `EngineLimits`. A CPU pads nothing."""
+        """See `EngineLimits`. Empty on a CPU, which pads nothing."""
         return () if isinstance(self._steps, CpuSteps) else self._steps.mixed_rows
 
     @property
@@ -173,35 +210,35 @@ class ModelRunner(StepRunner):
         return 0 if isinstance(self._steps, CpuSteps) else self._steps.mixed_tokens
 
     def expert_tokens(self) -> tuple[int, ...]:
-        """How many tokens chose each expert, over all layers; empty without experts. Never waits,
-        and is a little behind."""
+        """How many tokens chose each expert, over all layers; empty without experts. Does not wait
+        for the device, so the last steps may be missing."""
         return () if self._expert_loads is None else self._expert_loads.read()
 
     def forget_expert_tokens(self) -> None:
-        """Count them from 0 again: what steps had before the first request was nobody's."""
+        """Reset the counts after the test steps, which belong to no request."""
         if self._expert_loads is not None:
             self._expert_loads.forget()
 
     def count_steps(self, page: SharedGenerations) -> None:
-        """Let those who read `page` see which steps have completed, if this device can."""
+        """Publish the number of completed steps in `page`, if this device can write it."""
         if isinstance(self._steps, CpuSteps) or self._config.pipeline_parallel_size > 1:
-            return  # its steps have completed, on all stages, when they are reported
+            return  # steps are reported once they have completed, on all stages
         self._count = count_steps(page, self._placement.device)
         if self._count is not None:
             self._steps.count_in(self._count)
 
     def write_canary(self, incarnation: str) -> None:
-        """Fill the canary block, so that a puller can check that it reads this pool rightly."""
+        """Fill the canary block, by which a puller checks that it reads this pool correctly."""
         pattern = bytearray(canary_bytes(incarnation, self.kv.block_bytes))
         block = self.kv.tensor[CANARY_BLOCK].view(torch.uint8)
         block.copy_(torch.frombuffer(pattern, dtype=torch.uint8).view(block.shape))
 
     def close(self) -> None:
-        """Give the KV memory back; no step may be in flight."""
+        """Release the KV memory; no step may be in flight."""
         if self.host_copier is not None:
             self.host_copier.close()
         if self._count is not None:
             self._count.close()
-        del self._steps, self._draft_steps, self._head_steps
+        del self.launch, self._steps, self._draft_steps, self._drafter
         self.kv.close()
         self._communicator.close()

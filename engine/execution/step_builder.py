@@ -1,10 +1,10 @@
-"""The steps over a rank's model, as its device has them: made once, when the model is loaded.
+"""Builds the step executor of a rank's model for its device, once, when the model is loaded.
 
     a CPU   its KV pool ─► steps
     a GPU   largest step measured ─► KV pool of what that leaves ─► steps ─► graphs captured
 
-Steps of a draft model, or of a draft head, are made beside them. Loads nothing, and runs no
-request's step: see step_runner.py.
+Those of a draft model or a draft head are built too. Loads no weights, and runs no request's step:
+see runner.py.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from .step_sizes import most_step_tokens, seqs_for_pool
 if TYPE_CHECKING:
     from .gpu.gpu_steps import GpuSteps  # needs Triton
 
-# Every row sampled with all there is.
+# Every row with the most expensive sampling.
 _NUMBERS: dict[str, Any] = {n: 0.5 for n, one in SAMPLING.items() if isinstance(one.default, float)}
 _DEAREST_PARAMS = SamplingParams(top_k=50, logit_bias=((0, 1.0),), logprobs=20, **_NUMBERS)
 
 
 class BuiltSteps(NamedTuple):
-    """The KV pool of a rank, and the steps over it; those of a draft model, if there is one."""
+    """The KV pool of a rank, and what executes steps over it: the model, and a draft model if there
+    is one."""
 
     kv: CpuKvMemory | CudaKvMemory
     steps: CpuSteps | GpuSteps
@@ -59,8 +60,8 @@ class BuiltSteps(NamedTuple):
 
 @dataclass(slots=True)
 class StepBuilder:
-    """Of `model`, whose place among the ranks `placement` has, and of what is `drafting` beside it
-    as `draft_model` says. `notes` are lines for people, which it adds to."""
+    """Builds steps of `model`, placed among the ranks by `placement`, and of `drafting`, the draft
+    model or head that `draft_model` describes. Appends lines for people to `notes`."""
 
     config: EngineConfig
     model_config: ModelConfig
@@ -76,7 +77,7 @@ class StepBuilder:
     max_num_seqs: int = field(init=False)  # see EngineLimits; known once the steps are made
 
     def on_cpu(self, layout: KvLayout, num_blocks: int) -> BuiltSteps:
-        """Over a pool of so many blocks."""
+        """Allocate a pool of `num_blocks`, with steps over it."""
         self._choose_max_num_seqs(num_blocks)
         kv = CpuKvMemory(layout, num_blocks)
         size, drafting, draft_steps = self.config.kv_block_size, self.drafting, None
@@ -94,9 +95,9 @@ class StepBuilder:
         return BuiltSteps(kv, steps, draft_steps)
 
     def on_gpu(self, layout: KvLayout) -> BuiltSteps:
-        """Measure the largest step, take the rest as KV pool, capture the graphs."""
+        """Measure the largest step, allocate the rest as KV pool, capture the graphs."""
         config, device = self.config, self.placement.device
-        # The pool's size is what a step leaves, and so is measured by as many as it may let run.
+        # The pool gets what the largest step leaves, so that step has as many sequences as may run.
         self._choose_max_num_seqs(config.num_kv_blocks)
 
         most_tokens = config.max_num_batched_tokens
@@ -125,7 +126,7 @@ class StepBuilder:
         steps = self.gpu_steps(kv.tensor)
         draft_steps = self._gpu_draft_steps(kv.tensor)
         self._capture_graphs(steps, draft_steps)
-        num_tokens = sum(one.num_scheduled_tokens for one in batch)
+        num_tokens = sum(len(one.token_ids) for one in batch)
         for each in (self.model, self.drafting):
             if isinstance(each, Decoder):
                 num_sampled = min(num_tokens, self.max_num_seqs * (1 + config.max_drafts))
@@ -156,7 +157,7 @@ class StepBuilder:
         torch.cuda.empty_cache()  # of what capturing left; torch keeps the largest products' memory
 
     def gpu_steps(self, pool: torch.Tensor) -> GpuSteps:
-        """Of the model over `pool`, and behind them those of its head; without graphs."""
+        """Steps of the model over `pool`, followed by those of its head; graphs not captured."""
         from .gpu.gpu_steps import GpuSteps
 
         config, max_num_seqs = self.config, self.max_num_seqs
@@ -181,7 +182,7 @@ class StepBuilder:
         return own
 
     def _gpu_draft_steps(self, pool: torch.Tensor) -> GpuSteps | None:
-        """Of a draft model over `pool`; without graphs."""
+        """Steps of a draft model over `pool`; graphs not captured."""
         from .gpu.gpu_steps import GpuSteps
 
         if not isinstance(self.drafting, Decoder):
@@ -195,8 +196,8 @@ class StepBuilder:
         draft: DraftModel | None = None,
         max_drafts: int = MOST_ROWS - 1,
     ) -> AttentionBackend:
-        """Over `pool`, of the model, or of the draft model or head, whose decodes have so many
-        drafts."""
+        """Attention over `pool` of the model, or of the draft model or head, whose decodes have up
+        to `max_drafts` drafts."""
         if draft is None:
             layers = self.model.range
             of_stage = self.model_config.windows[layers.first : layers.end]
@@ -215,7 +216,7 @@ class StepBuilder:
         )
 
     def _choose_max_num_seqs(self, num_blocks: int | None) -> None:
-        """All ranks choose alike: their pools have equally many blocks."""
+        """All ranks choose the same, as their pools have equally many blocks."""
         config = self.config
         self.max_num_seqs = config.max_num_seqs or seqs_for_pool(num_blocks, config.kv_block_size)
 
@@ -223,7 +224,7 @@ class StepBuilder:
 def _largest_batch(
     config: EngineConfig, max_num_seqs: int, max_model_len: int, vocab_size: int
 ) -> list[SequenceSlice]:
-    """A step of as many tokens and sampled rows as any, all in the padding block."""
+    """The step with the most tokens and sampled rows, all in the padding block."""
     budget = config.max_num_batched_tokens
     chunk = min(config.prefill_chunk_tokens or 0, max_model_len + max_num_seqs - 2)
     budget = max(budget + spare_tokens(budget), chunk)

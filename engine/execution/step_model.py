@@ -1,5 +1,5 @@
-"""What steps need of what they run: the engine's model, a draft model, or a head beside one; and
-what follows them, if the model has a head of its own."""
+"""What steps need of what they run: the engine's model, a draft model, or a draft head; and of a
+head that runs after each step."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from ...kernels.attention.attention import AttentionBackend
 from ..model.communicator import Communicator
 from ..model.layers import Product
 from ..model.stages import LayerRange
-from .batch import Drafter, StepBatch
+from .batch import StepBatch
+from .runner_protocols import Drafter
 
 
 class LmHead(Protocol):
-    """Hidden states to logits; of several ranks each may have a part of the vocabulary."""
+    """Hidden states to logits; each of several ranks may have a part of the vocabulary."""
 
     def project(self, x: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]"""
         ...
 
     def project_part(self, x: Tensor) -> Tensor:
-        """Those of this rank, of all unless `StepModel.has_whole_logits`."""
+        """This rank's logits: a part of the vocabulary unless `StepModel.has_whole_logits`."""
         ...
 
     def gather(self, parts: Tensor) -> Tensor:
-        """What `project` gives, of rows of all ranks' `project_part`."""
+        """The result of `project`, from rows of all ranks' `project_part`."""
         ...
 
 
@@ -51,7 +52,7 @@ class StepModel(Protocol):
     ) -> Tensor: ...
 
     def products(self) -> list[tuple[int, Product]]:
-        """To be timed for the sizes of graphs; none: these are not worth it."""
+        """Products to be timed for the sizes of graphs; empty if that is not worth it."""
         ...
 
 

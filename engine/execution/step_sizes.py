@@ -1,4 +1,4 @@
-"""How large steps get at most: what is prepared for them at the start, before there is any."""
+"""The largest sizes of steps, for which buffers and graphs are prepared at the start."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _SHORT_SEQ_TOKENS = 64
 
 
 def seqs_for_pool(num_blocks: int | None, block_size: int) -> int:
-    """How many sequences shall run at once, at most, over a pool of so many blocks; None: of any.
+    """How many sequences may run at once over a pool of `num_blocks`; None: of unknown size.
 
-    The pool decides who runs: a limit shall not bind before it, but for short sequences. It only
-    bounds what is prepared for each number of sequences (graphs, buffers), so a sequence counts as
-    a short question with its answer. 16 cost nothing; over 512 a step takes long for everybody.
+    The pool is the real limit; this one should bind first only with short sequences. It bounds what
+    is prepared for each number of sequences (graphs, buffers), so a sequence counts as a short
+    question with its answer. 16 cost nothing; with over 512 a step takes long for all.
     """
     if num_blocks is None:
         return MAX_NUM_SEQS
@@ -29,7 +29,7 @@ def decode_graph_rows(max_num_seqs: int, max_drafts: int) -> int:
 
 
 def most_step_tokens(config: EngineConfig) -> int:
-    """Of any step: without padding of prompts; with that of decodes in graphs."""
+    """The most tokens of any step, with the padding of decodes in graphs, but not of prompts."""
     most = config.max_num_batched_tokens
     most = max(most + spare_tokens(most), config.prefill_chunk_tokens or 0)
     return max(most, decode_graph_rows(config.max_num_seqs or MAX_NUM_SEQS, config.max_drafts))

@@ -1,4 +1,4 @@
-"""adapter_config.json as PEFT writes it: what of it is served, and what is refused by name."""
+"""adapter_config.json as PEFT writes it: which settings are served, and which are rejected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """`scaling`: what the product of both matrices is multiplied by."""
+    """`scaling`: the factor of the product of both matrices."""
 
     rank: int
     scaling: float
@@ -69,7 +69,7 @@ def read_lora_config(folder: Path, max_rank: int) -> LoraConfig:
 
 
 def _check_targets(targets: object, refuse: Any) -> None:
-    """A list must have names that are served; a pattern is judged by the tensors."""
+    """Check that a list has only supported names; a pattern is checked by the tensors."""
     if isinstance(targets, str):
         return
     if not isinstance(targets, list) or not targets:

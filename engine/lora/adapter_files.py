@@ -1,4 +1,4 @@
-"""A LoRA adapter from a PEFT directory: checked by its header before memory is taken, then read.
+"""A LoRA adapter from a PEFT directory: its header is checked before memory is allocated.
 
     adapter_config.json ─► rank, scaling     adapter_model.safetensors ─► [rank, row size]
 
@@ -34,8 +34,8 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """One rank's part in host memory: `rows` [rank, row size], of the model's type. `order`: by
-    which the other ranks have read theirs, if there are any."""
+    """One rank's part in host memory: `rows` [rank, row size], of the model's type. `order`: of
+    the rank group, by which other ranks, if any, have read their parts."""
 
     digest: str
     rows: Tensor
@@ -73,7 +73,7 @@ def read_adapter(
 def _check(
     path: Path, file: Any, config: LoraConfig, layout: Layout
 ) -> Mapping[str, Mapping[str, str]]:
-    """Names of tensors by module and half, all of them as the model and the configuration ask."""
+    """Names of tensors by module and half, checked against the model and the configuration."""
     found: dict[str, dict[str, str]] = {}
     is_elsewhere = False
     for name in sorted(file.keys()):
@@ -121,7 +121,7 @@ def _read(
     *,
     is_a: bool,
 ) -> None:
-    """This rank's part of a tensor into `rows`, B scaled."""
+    """Copy this rank's part of a tensor into `rows`, with B scaled."""
     part = projection.inputs if is_a else projection.outputs
     tensor, wanted = file.get_slice(name), slice(part.first, part.first + part.count)
     value: Tensor = (tensor[:, wanted] if is_a else tensor[wanted]).float()
@@ -132,7 +132,7 @@ def _read(
 
 
 def _digest(path: Path, config: LoraConfig) -> str:
-    """32 hex digits over all that changes what is computed."""
+    """32 hex digits over everything that affects the results."""
     digest = hashlib.blake2b(f"{config.rank} {config.scaling!r}".encode(), digest_size=16)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -150,7 +150,7 @@ def _no_weights(folder: Path) -> str:
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
-    """Its tensors; what is read meanwhile is of one content, or refused."""
+    """Open the tensors; a file that changes while it is read is rejected."""
     try:
         if not path.is_file():
             raise AdapterRefused(_no_weights(path.parent))
@@ -164,7 +164,8 @@ def _open(path: Path) -> Iterator[Any]:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Of what the file is now; opened, since NFS may answer for a name what was true before."""
+    """Identifies the file's present content. The file is opened, as NFS may report old attributes
+    for a name."""
     with path.open("rb") as file:
         found = os.fstat(file.fileno())
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

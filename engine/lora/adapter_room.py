@@ -1,14 +1,14 @@
-"""Which adapters an engine has in host memory and in slots of its device, and who waits for one.
+"""The LoRA adapters in an engine's host memory and device slots, and sequences that wait for one.
 
-    request ─► slot with its adapter, or one that nobody uses ─► scheduler
+    request ─► slot with its adapter, or an unused one ─► scheduler
           └──► parked, first come, first served ─ a slot's last user leaves ─┘
-                                               └─ its adapter comes, again ──┘
+                                               └─ its adapter arrives ───────┘
 
-A sequence uses its slot from before it is queued until its end, preempted too, or until it is held,
-so that no step has more adapters than there are slots. Requests without an adapter pass; those with
-one do not pass who is parked, or an adapter that is always asked for would keep its slot for ever.
-Both tiers give up what was used longest ago and is not in use. Host memory has room for more
-adapters than there are slots, or for as many: so it has some for whoever has the next slot.
+A sequence uses its slot from before it is queued until it ends or is held, also while preempted, so
+that no step has more adapters than there are slots. Requests without an adapter are not parked;
+those with one do not pass parked ones, or an adapter in constant use would keep its slot forever.
+Both tiers evict the least recently used adapter that is not in use. Host memory has room for at
+least as many adapters as there are slots, so there is always room for the next one.
 
 Belongs to the engine's thread. Knows no tensor.
 """
@@ -26,7 +26,7 @@ from .adapter_files import HostAdapter
 
 
 class User(Protocol):
-    """What needs an adapter while it lives: a Sequence."""
+    """What uses an adapter: a Sequence."""
 
     adapter_slot: int | None
 
@@ -35,7 +35,7 @@ class User(Protocol):
 
 
 class Adapters(Protocol):
-    """Those of all ranks: RankAdapters, RankedAdapters."""
+    """The adapters of all ranks: RankAdapters, RankedAdapters."""
 
     def keep(self, adapter: HostAdapter) -> None: ...
 
@@ -51,7 +51,7 @@ U = TypeVar("U", bound=User)
 
 @dataclass(slots=True)
 class _Slot:
-    """`used_at`: when it was taken last, by the room's count."""
+    """`used_at`: when it was last taken, by the room's counter."""
 
     digest: str = ""
     num_users: int = 0
@@ -59,15 +59,15 @@ class _Slot:
 
 
 class AdapterRoom(Generic[U]):
-    """`fetch(adapter)`: see that one that is not in host memory comes by `keep`, or `refuse`; asked
-    again and again. None: nobody can."""
+    """`fetch(adapter)` loads an adapter that is not in host memory, ending in `keep` or `refuse`;
+    it may be called repeatedly. None: adapters cannot be fetched."""
 
     def __init__(self, adapters: Adapters, max_loras: int, max_host_adapters: int) -> None:
         self._adapters = adapters
         self._slots = [_Slot() for _ in range(max_loras)]
         self._max_host_adapters = max_host_adapters
-        self._host: dict[str, int] = {}  # by digest, when it was used last
-        self._refused: set[Adapter] = set()  # what could not be fetched, until somebody is told
+        self._host: dict[str, int] = {}  # when each was last used, by digest
+        self._refused: set[Adapter] = set()  # could not be fetched; the next request fails
         self._users: dict[U, int] = {}  # their slots
         self.parked: deque[U] = deque()
         self._count = 0
@@ -77,7 +77,7 @@ class AdapterRoom(Generic[U]):
 
     @property
     def digests(self) -> list[str]:
-        """Of the adapters in host memory."""
+        """Digests of the adapters in host memory."""
         return [*self._host]
 
     def has(self, digest: str) -> bool:
@@ -89,8 +89,8 @@ class AdapterRoom(Generic[U]):
         return digest in self._host or not is_full or bool(self._idle_for(digest))
 
     def keep(self, adapter: HostAdapter) -> None:
-        """Take an adapter into host memory, in the place of another if need be. Raises Overloaded
-        if all that are there are in use."""
+        """Take an adapter into host memory, evicting another if necessary. Raises Overloaded if all
+        of them are in use."""
         digest = adapter.digest
         if not self.has_room_for(digest):
             self._adapters.forget(adapter)
@@ -104,15 +104,16 @@ class AdapterRoom(Generic[U]):
         self._adapters.keep(adapter)
 
     def _idle_for(self, digest: str) -> list[str]:
-        """What may leave host memory for it: nothing that a slot's users have, nor what is waited
-        for, unless it is waited for first."""
+        """Adapters that may be evicted for this one: those without users in slots and, unless the
+        first parked sequence waits for this one, without parked sequences."""
         in_use = {slot.digest for slot in self._slots if slot.num_users}
         if not self.parked or self.parked[0].request.adapter_digest != digest:
             in_use |= {one.request.adapter_digest for one in self.parked}
         return [other for other in self._host if other not in in_use]
 
     def refuse(self, adapter: Adapter) -> list[U]:
-        """It cannot be fetched: who is parked for it has to end, or else the next who asks."""
+        """Note that an adapter cannot be fetched; returns the sequences parked for it, which must
+        end. If there are none, the next request for it fails."""
         found = [one for one in self.parked if one.request.adapter == adapter]
         if not found:
             self._refused.add(adapter)
@@ -121,7 +122,7 @@ class AdapterRoom(Generic[U]):
     # -- slots ------------------------------------------------------------------------------------
 
     def check(self, adapter: Adapter) -> None:
-        """Raises Unavailable if it is not in host memory, and will not come."""
+        """Raises Unavailable if it is not in host memory and cannot be fetched."""
         may_come = adapter.digest in self._host or self.fetch is not None
         if adapter in self._refused or not may_come:
             self._refused.discard(adapter)
@@ -133,7 +134,8 @@ class AdapterRoom(Generic[U]):
         return len(self.parked) == 1 and bool(self.unpark())
 
     def take(self, sequence: U) -> bool:
-        """Give a sequence a slot with its adapter; False: all are in use, or that has to come."""
+        """Give a sequence a slot with its adapter; False if all slots are in use, or the adapter
+        must be fetched first."""
         adapter = sequence.request.adapter
         assert adapter is not None
         index = self._find(adapter)
@@ -151,7 +153,7 @@ class AdapterRoom(Generic[U]):
         return True
 
     def leave(self, sequence: U) -> bool:
-        """The sequence ends; whether it was parked."""
+        """Release the sequence's slot; returns whether it was parked instead."""
         index = self._users.pop(sequence, None)
         if index is not None:
             self._slots[index].num_users -= 1
@@ -162,15 +164,15 @@ class AdapterRoom(Generic[U]):
         return True
 
     def unpark(self) -> list[U]:
-        """Those that have a slot now, in the order of their arrival."""
+        """The parked sequences that have a slot now, in order of arrival."""
         found: list[U] = []
         while self.parked and self.take(self.parked[0]):
             found.append(self.parked.popleft())
         return found
 
     def _find(self, adapter: Adapter) -> int | None:
-        """The slot that has it, or else the idle one that was used longest ago, if the adapter can
-        be loaded there; where that alone is lacking it is fetched."""
+        """The slot with the adapter, or else the least recently used idle one, if the adapter is in
+        host memory; if it is only missing there, it is fetched."""
         for index, slot in enumerate(self._slots):
             if slot.digest == adapter.digest:
                 return index
@@ -185,7 +187,7 @@ class AdapterRoom(Generic[U]):
 
     @property
     def running_names(self) -> list[str]:
-        """Names of the adapters that sequences with a slot are computed with."""
+        """Names of the adapters of sequences with a slot."""
         return _names(self._users)
 
     @property
@@ -200,18 +202,18 @@ class AdapterRoom(Generic[U]):
 def room_for(
     adapters: Adapters | None, max_loras: int, max_host_adapters: int
 ) -> AdapterRoom[Any] | None:
-    """None where no adapters are served."""
+    """None if the engine serves no adapters."""
     return None if adapters is None else AdapterRoom(adapters, max_loras, max_host_adapters)
 
 
 def refuse_adapter() -> InvalidRequest:
-    """Why an engine without a room takes no request with an adapter."""
+    """The error of a request with an adapter to an engine that serves none."""
     text = "this engine serves no LoRA adapters: --enable-lora"
     return InvalidRequest(text, "model", "unsupported_parameter")
 
 
 def lacks(adapter: Adapter) -> Unavailable:
-    """Why a request with it ends."""
+    """The error of a request whose adapter is missing."""
     return Unavailable(f"the LoRA adapter {adapter.name} is not in this engine's memory")
 
 

@@ -1,6 +1,6 @@
 """Where an adapter's matrices lie in a row of the bank (kernels/lora/lora.py), by their names.
 
-Built from the model's projections: of several ranks each has the part of A or B that fits its part
+Built from the model's projections: each of several ranks has the part of A or B that fits its part
 of the weight, a stage of a pipeline those of its layers. Knows no file.
 """
 
@@ -20,7 +20,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Elements [first, first + count) of `full`, which lie from `at` on in a row."""
+    """Elements [first, first + count) of `full`, stored from position `at` of a row."""
 
     at: int
     first: int
@@ -30,7 +30,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One of the checkpoint's: A is [rank, inputs.full], B [outputs.full, rank]."""
+    """A projection of the checkpoint: A is [rank, inputs.full], B [outputs.full, rank]."""
 
     inputs: Part
     outputs: Part
@@ -38,7 +38,7 @@ class Projection:
 
 @dataclass(slots=True)
 class Layout:
-    """Of one rank. `products`: what computes, and where its adapters lie."""
+    """The layout of one rank. `products`: each layer product, and the place of its adapters."""
 
     projections: dict[str, Projection] = field(default_factory=dict)
     products: list[tuple[LinearBase, Place]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Layout:
         return layout
 
     def is_elsewhere(self, module: str) -> bool:
-        """Whether it is of a layer that another stage has, which checks and reads it."""
+        """Whether the module belongs to a layer of another stage, which checks and reads it."""
         layers, match = self.layers, _LAYER.match(module)
         if layers is None or match is None:
             return False

@@ -1,10 +1,10 @@
-"""One rank's adapters: those in host memory by digest, and the slots on its device.
+"""One rank's adapters: in host memory, by digest, and in the slots of its device.
 
     read (any thread) ─► keep ─► host memory ── load ──► slot of the bank ─► steps
 
-A copy into a slot is queued behind the steps that were launched and before those that come: the
-device needs no other order, and a rank of 16 takes it less than a step. Which adapter is where is
-decided by rank 0's AdapterRoom.
+A copy into a slot is queued on the device after the launched steps and before the next one, so no
+other ordering is needed; an adapter of rank 16 takes less than a step. Rank 0's AdapterRoom decides
+which adapter is where.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .layout import Layout
 
 
 class RankAdapters:
-    """Made before the KV pool, which gets the memory that is left."""
+    """The adapters of one rank. Made before the KV pool, which gets the memory that is left."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class RankAdapters:
         max_rank: int,
         max_rows: int,
     ) -> None:
-        """`max_rows`: of any step."""
+        """`max_rows`: the most rows of a step."""
         self._layout, self._max_rank, self._dtype = Layout.of(model), max_rank, dtype
         self._device = device = model.device
         shape = (max_loras, max_rank, self._layout.row_size)
@@ -52,8 +52,8 @@ class RankAdapters:
             product.adapters, product.place = self, place
 
     def pin_memory(self, num_adapters: int) -> None:
-        """Let torch have it: to pin more later would hold up the steps for 50 ms. What is freed it
-        keeps, until a graph is captured."""
+        """Fill torch's cache of pinned memory: pinning more later would delay steps by 50 ms. Torch
+        keeps freed memory until a graph is captured."""
         rows = [
             empty_rows(self._layout, self._max_rank, self._dtype, is_pinned=True)
             for _ in range(num_adapters)
@@ -61,11 +61,11 @@ class RankAdapters:
         del rows
 
     def read(self, path: str, digest: str = "") -> HostAdapter:
-        """From the folder `path`, on any thread. Raises AdapterRefused, also where its content is
-        not that of `digest`."""
+        """Read the folder `path`, on any thread. Raises AdapterRefused, also if the content does
+        not match `digest`."""
         is_gpu = self._device.type == "cuda"
         if is_gpu:
-            torch.cuda.set_device(self._device)  # this thread's, which is to pin memory for it
+            torch.cuda.set_device(self._device)  # this thread pins memory for it
         found = read_adapter(
             Path(path), self._layout, self._max_rank, self._dtype, is_pinned=is_gpu
         )
@@ -74,18 +74,18 @@ class RankAdapters:
         return found
 
     def keep(self, adapter: HostAdapter) -> None:
-        """In host memory, until `drop`."""
+        """Keep an adapter in host memory until `drop`."""
         self._host[adapter.digest] = adapter
 
     def forget(self, adapter: HostAdapter) -> None:
-        """What was read and is not kept: here nobody but its reader has it."""
+        """Discard an adapter that was read and is not kept; only its reader holds it."""
 
     def drop(self, digest: str) -> None:
-        """Copies of it that are under way hold its memory."""
+        """Remove an adapter from host memory; copies in progress keep it alive."""
         self._host.pop(digest, None)
 
     def load(self, slot: int, digest: str) -> None:
-        """Into a slot that no sequence is computed with any more."""
+        """Copy an adapter into a slot that no sequence uses any more."""
         adapter = self._host[digest]
         with torch.inference_mode():
             self._bank[slot, : adapter.rank].copy_(adapter.rows, non_blocking=True)
@@ -94,7 +94,7 @@ class RankAdapters:
     def plan_step(
         self, lengths: Iterable[int], slots: Collection[int | None], num_rows: int
     ) -> bool:
-        """`plan`, or `rest` where no slice has an adapter; whether any has."""
+        """`plan`, or `rest` if no slice has an adapter; returns whether any has."""
         if all(slot is None for slot in slots):
             self.rest()
             return False
@@ -102,8 +102,8 @@ class RankAdapters:
         return True
 
     def plan(self, lengths: Iterable[int], slots: Iterable[int | None], num_rows: int) -> None:
-        """For the next step: of each slice how many rows it has, and its slot; rows behind them
-        have none."""
+        """Plan the next step: the number of rows and the slot of each slice; further rows have no
+        adapter."""
         numbers = [NO_SLOT if slot is None else slot for slot in slots]
         of_rows = np.full(num_rows, NO_SLOT, np.int32)
         found: Int32s = np.repeat(np.array(numbers, np.int32), [*lengths])
@@ -112,17 +112,17 @@ class RankAdapters:
         self.is_active = True
 
     def rest(self) -> None:
-        """The next step has none: it computes as if there were no adapters."""
+        """Plan a step without adapters."""
         self.is_active = False
 
     def add_to(self, product: Callable[[], Tensor], x: Activations, place: Place) -> Tensor:
-        """`product` of x and what the adapters add, launched right behind it."""
+        """`product` of x plus the adapters' part, launched right after it."""
         y, shrunk = self._beside(product, x, place)
         self._adds.expand(y, shrunk, place)
         return y
 
     def add_to_gated(self, product: Callable[[], Tensor], x: Activations, place: Place) -> Tensor:
-        """`ops.silu_and_mul` of the same."""
+        """`ops.silu_and_mul` of `add_to`."""
         return self._adds.expand_gated(*self._beside(product, x, place), place)
 
     def _beside(

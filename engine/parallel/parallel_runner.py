@@ -1,4 +1,4 @@
-"""Several ranks as one `batch.Runner`: every step goes to the others, then to this rank.
+"""Several ranks as one Runner: every step goes to the others, then to this rank.
 
     launch ──► step message to ranks 1, 2, ...          all launch the same step, in the same order
            └─► this rank's runner ──► collect           its results are those of all
@@ -32,14 +32,8 @@ from ...core.request.request import TokenLogprobs
 from ...core.request.sampling_params import SAMPLING, SamplingParams
 from ...kernels.attention.attention import join_tables
 from ...kernels.sampling.sample_spec import SampleSpec
-from ..execution.batch import (
-    DecodeColumns,
-    LaunchedStep,
-    Runner,
-    SampledToken,
-    SequenceSlice,
-    StepBatch,
-)
+from ..execution.batch import DecodeColumns, SampledToken, SequenceSlice, StepBatch
+from ..execution.runner_protocols import LaunchedStep, Runner
 from .rank_channel import MessageKind
 from .rank_group import RankGroup
 

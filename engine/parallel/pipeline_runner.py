@@ -1,4 +1,4 @@
-"""The stages of a pipeline as one `batch.Runner`: a step goes through all of them, several at once.
+"""The stages of a pipeline as one Runner: a step goes through all of them, several at once.
 
     rank 0, stage 0     launch n | launch n+1 | launch n+2 | ...
     stage 1             step n-1 | step n     | step n+1       residual stream from stage 0
@@ -22,7 +22,8 @@ import msgspec
 
 from ...core.errors import EngineFailed
 from ...core.request.request import TokenLogprobs
-from ..execution.batch import LaunchedStep, Runner, SampledToken, SequenceSlice
+from ..execution.batch import SampledToken, SequenceSlice
+from ..execution.runner_protocols import LaunchedStep, Runner
 from .parallel_runner import ParallelRunner, encode
 from .rank_channel import MessageKind, RankChannel
 from .rank_group import RankGroup, report_failure

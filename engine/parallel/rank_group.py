@@ -159,7 +159,7 @@ class RankGroup:
         self._send_to_all(dict.fromkeys(self._channels, payload), kind, 0, ())
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See `batch.Runner`; it is done before whatever is sent next."""
+        """See Runner; it is done before whatever is sent next."""
         self.send(MessageKind.COPY_BLOCKS, np.array(pairs, np.int64).T.tobytes())
 
     def order(

@@ -27,9 +27,9 @@ from torch._C import _distributed_c10d as c10d
 
 from ...core import flags
 from ...core.engine_config import EngineConfig
-from ..execution.batch import LaunchedStep
 from ..execution.device import devices_of_ranks
 from ..execution.runner import ModelRunner
+from ..execution.runner_protocols import LaunchedStep
 from ..hosts.joining import HostSettings
 from ..hosts.tcp_stages import StageLink
 from ..model.weights.filling import OnProgress

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...core.errors import EngineFailed
-from ..execution.batch import Drafter, SequenceSlice
+from ..execution.batch import SequenceSlice
+from ..execution.runner_protocols import Drafter
 from .parallel_runner import encode
 from .rank_channel import MessageKind
 from .rank_group import RankGroup
@@ -27,5 +28,5 @@ class RankedDrafter:
 
 
 def drafter_of(mine: Drafter, followers: RankGroup | None) -> Drafter:
-    """Of all ranks; `mine` is the only one without `followers`."""
+    """The drafter of all ranks; `mine` is rank 0's, and the only one without `followers`."""
     return mine if followers is None else RankedDrafter(mine, followers)

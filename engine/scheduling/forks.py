@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Row
 
+from ...core.request.request import Request
 from ..kv.block_pool import BlockPool
 from ..kv.limits import EngineLimits
 from .admission import distinct_blocks
@@ -15,6 +16,16 @@ from .block_tables import BlockTables
 from .preemption import Preemption
 from .queues import Queues
 from .sequence import Sequence, SequenceGroup, SequenceState
+
+
+def child_of(parent: Sequence, request: Request, token_id: int) -> Sequence:
+    """A new sequence for `request` that continues all of the parent's known tokens by another."""
+    child = Sequence(request, parent.arrival, False, parent.root_hash)
+    child.token_ids = parent.token_ids[:]
+    child.token_ids.append(token_id)
+    child.has_started = parent.has_started
+    child.next_prompt_logprob = len(request.prompt_token_ids)
+    return child
 
 
 class Forks:

@@ -50,7 +50,7 @@ class PromptLogprobs:
 @dataclass(frozen=True, slots=True)
 class ChunkOutput:
     """The KV of a held request's first `num_tokens` tokens is complete: now (`step` 0), or once
-    `step` steps are (see `batch.LaunchedStep.number`).
+    `step` steps are (see `LaunchedStep.number`).
 
     A chunk with a step is followed by one without, unless the request ends before. The last chunk
     has what was `sampled`: a token, or the candidates that a beam search begins with; the chunk of

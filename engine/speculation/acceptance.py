@@ -1,4 +1,4 @@
-"""How likely drafts are accepted, by what became of the last ones. Knows no request."""
+"""Estimates how likely drafts are accepted, from the last ones. Knows no request."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_WINDOW = 64.0  # trials of a position that count, as a decaying mean
+_WINDOW = 64.0  # trials of a position in its decaying mean
 _OWN_WINDOW = 24.0  # of one sequence
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # before there are any: high enough to be tried
-_OWN_PRIOR_WEIGHT = 6.0  # of what is known of all, in what is expected of one
+_OWN_PRIOR_WEIGHT = 6.0  # of all sequences' rate, in the expectation for one
 _LAST_SHARE = 0.1  # of the last value, in a mean
 _FADING = 0.995  # of a sequence's own trials, each step
 
@@ -32,13 +32,13 @@ class Tally:
         return (self.accepted + prior * weight) / (self.tried + weight)
 
     def fade(self) -> None:
-        """A sequence that was given up is tried again some day."""
+        """Forget slowly, so that a sequence without drafts is tried again later."""
         self.tried *= _FADING
         self.accepted *= _FADING
 
 
 class Mean:
-    """Of the last values; the first one, in which something is loaded or compiled, is none."""
+    """A mean of the last values, without the first one, which includes loading or compiling."""
 
     def __init__(self, value: float = 0.0) -> None:
         self.value = value
@@ -51,28 +51,28 @@ class Mean:
 
 
 class Acceptance:
-    """One engine's, for up to `most` drafts."""
+    """The acceptance of one engine, for up to `most` drafts."""
 
     def __init__(self, most: int) -> None:
         self._positions = [Tally() for _ in range(most)]
 
     def observe(self, own: Tally, num_drafts: int, num_accepted: int) -> None:
-        """Of so many drafts of a sequence the first ones were accepted; those behind the first that
-        was not are no trials."""
+        """Record that the first `num_accepted` drafts of a sequence were accepted; drafts after the
+        first rejected one are no trials."""
         num_tried = min(num_drafts, num_accepted + 1)
         own.observe(num_tried, num_accepted, _OWN_WINDOW)
         for position in range(num_tried):
             self._positions[position].observe(1, int(position < num_accepted), _WINDOW)
 
     def chances(self, owns: Sequence[Tally], num_drafts: Sequence[int]) -> NDArray[np.float64]:
-        """[sequences, most]: that a sequence's next draft and all before it are accepted; 0 where
-        there is none."""
+        """[sequences, most]: the probability that a draft and all before it are accepted; 0 where
+        there is no draft."""
         rates, prior = [], _PRIOR
         for tally in self._positions:
             prior = tally.rate(prior, _PRIOR_WEIGHT)
             rates.append(prior)
         odds = _odds(np.array(rates))
-        # What a sequence has of its own moves all positions alike, as odds.
+        # A sequence's own rate shifts the odds of all positions by one factor.
         mean = sum(rates) / len(rates)
         own = np.array([tally.rate(mean, _OWN_PRIOR_WEIGHT) for tally in owns])
         moved = odds * (_odds(own) / _odds(np.array(mean)))[:, None]

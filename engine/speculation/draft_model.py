@@ -1,7 +1,7 @@
-"""Drafts by a small model, which has read all that the engine's own has.
+"""Drafts by a small model with KV of the same tokens as the engine's own.
 
-Each draft is drawn as the token at its place will be, under the same key: a draft is right where
-the two models' draws are equal. Penalties and grammars are not looked at.
+Each draft is sampled with the key of its position, as the token there will be: it is accepted where
+both models sample the same. Penalties and grammars are ignored.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from ...core.request.request import token_key
 from ...core.request.sampling_params import SamplingParams
 from ...kernels.sampling.sample_spec import SampleSpec
-from ..execution.batch import Drafter, SequenceSlice
+from ..execution.batch import SequenceSlice
+from ..execution.runner_protocols import Drafter
 from .proposer import Context
 
 
 class DraftModelProposer:
-    """A Proposer. Keeps nothing but `Sequence.drafted`; the KV lies in the sequences' blocks.
+    """A Proposer. Its only state is `Sequence.drafted`; the KV is in the sequences' blocks.
 
-    `is_head`: a head's is there with each step, whether it drafts or not.
+    `is_head`: each step computes a head's KV, whether it drafts or not.
     """
 
     takes_steps = True
@@ -34,7 +35,7 @@ class DraftModelProposer:
         drafts = self._drafter.draft([_slice(one) for one in contexts])
         if not self.is_head:
             for context, each in zip(contexts, drafts, strict=True):
-                # The last of them is not computed: no other follows it.
+                # The last draft's KV is not computed, as no draft follows it.
                 context.sequence.drafted = (len(context.token_ids), each[:-1])
         return [*drafts]
 
@@ -42,7 +43,7 @@ class DraftModelProposer:
 def _slice(context: Context) -> SequenceSlice:
     sequence = context.sequence
     request, first = sequence.request, len(sequence.token_ids)
-    start = min(sequence.num_drafted_tokens, first - 1)  # the last one is read again
+    start = min(sequence.num_drafted_tokens, first - 1)  # the last token is computed again
     params = _drafting_params(request.sampling)
     specs = [
         SampleSpec(
@@ -58,5 +59,5 @@ def _slice(context: Context) -> SequenceSlice:
 
 @functools.lru_cache(1024)
 def _drafting_params(params: SamplingParams) -> SamplingParams:
-    """Without what needs more than logits, or gives more than a token."""
+    """The parameters without alternatives, which drafts do not return."""
     return dataclasses.replace(params, logprobs=None)

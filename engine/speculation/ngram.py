@@ -1,11 +1,11 @@
-"""Drafts out of the sequence itself: what followed the last time that it went on like this.
+"""Drafts from the sequence itself: the tokens that followed the same n-gram before.
 
     tokens   ... def area ( self ) : return self . width ...  def side ( self ) :
                           [  n-gram  ] └── drafts ──►                  [  n-gram  ]
 
-The longest n-gram that occurred before, at its last place (Saxena 2023, "Prompt Lookup Decoding").
-Where drafts run into the end they go on with themselves: what repeats is drafted in full. Keeps no
-state: what is drafted depends on the tokens alone, on whichever engine.
+The longest n-gram that occurred before, at its last position (Saxena 2023, "Prompt Lookup
+Decoding"). Drafts that reach the end of the tokens repeat from their own beginning. Keeps no state:
+drafts depend on the tokens alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .proposer import Context
 
 
 class NgramProposer:
-    """A Proposer. Takes time with the length of a sequence: 10 us for 4k tokens."""
+    """A Proposer. Its time grows with the length of a sequence: 10 us for 4k tokens."""
 
     takes_steps = False
 
@@ -42,11 +42,11 @@ class NgramProposer:
         return drafts
 
     def _distance(self, tokens: NDArray[np.integer]) -> int | None:
-        """How far before the end the same n-gram ends; None: it is new."""
+        """How far before the end the same n-gram ends; None if it did not occur before."""
         num_tokens = len(tokens)
         if num_tokens <= self._shortest:
             return None
-        # Ends of what equals the last token, then of those that equal more of them.
+        # Positions that equal the last token, then those that match longer n-grams.
         ends = np.flatnonzero(tokens[:-1] == tokens[-1])
         found = None
         for length in range(1, self._longest + 1):

@@ -1,4 +1,4 @@
-"""What guesses the tokens to come. A guess that is wrong costs time, and changes no token."""
+"""Sources of draft tokens. A wrong draft costs time, but changes no output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..scheduling.sequence import Sequence as EngineSequence
 
 
 class Context(NamedTuple):
-    """A sequence that is to be continued, and how many drafts are wanted, at least one."""
+    """A sequence to draft for, and how many drafts at most (1 or more)."""
 
     sequence: EngineSequence
     max_drafts: int
@@ -21,21 +21,20 @@ class Context(NamedTuple):
 
 
 class Proposer(Protocol):
-    """Belongs to one engine, and is called on its thread, between two steps."""
+    """The source of one engine's drafts, called on its thread between two steps."""
 
     @property
     def max_drafts(self) -> int:
-        """Of a sequence in one step, at least 1."""
+        """The most drafts of a sequence in one step, at least 1."""
         ...
 
     @property
     def takes_steps(self) -> bool:
-        """Whether each further draft takes a step of the device, so that how many are wanted is
-        better known before, and the block tables must have room for all. If not, all that can be
-        found are asked for."""
+        """Whether each further draft takes a step of the device. Then their number is chosen first,
+        and the block tables have room for all; else as many as can be found are requested."""
         ...
 
     def propose(self, contexts: Sequence[Context]) -> list[Sequence[int]]:
-        """Drafts for each context, in their order: none to `max_drafts` token ids. The token ids of
-        contexts must not be kept."""
+        """For each context, in order, up to `max_drafts` token ids. Must not keep the contexts'
+        token ids."""
         ...

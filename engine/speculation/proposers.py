@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ...core.speculative_config import DRAFT_MODEL, NGRAM, SpeculativeConfig
-from ..execution.batch import Drafter
+from ..execution.runner_protocols import Drafter
 from .draft_model import DraftModelProposer
 from .ngram import NgramProposer
 from .proposer import Proposer
 
 
 def make_proposer(config: SpeculativeConfig | None, drafter: Drafter) -> Proposer | None:
-    """None: no speculation. `drafter` is for draft models and heads."""
+    """None without speculation. `drafter` is for draft models and heads."""
     if config is None:
         return None
     most = config.num_speculative_tokens

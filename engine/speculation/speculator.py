@@ -1,13 +1,13 @@
-"""An engine's speculation: which sequences have drafts in the next step, how many, and what became
-of them.
+"""An engine's speculation: which sequences have drafts in the next step, how many, and which were
+accepted.
 
     step()   draft ─► schedule ─► launch ............... collect ─► verify
-             └ of all that is known: behind a step in flight nothing can be drafted. A runner that
-               runs ahead waits for that step where drafts pay for it, and runs ahead where not
+             └ needs all tokens: nothing can be drafted behind a step in flight. A runner that runs
+               ahead waits for that step where drafts are worth it, and else runs ahead
 
-A draft is accepted if it is the token that the target model samples at its position under that
-position's own key: outputs are those without drafts, whatever is drafted. The token behind the last
-accepted draft is sampled in the same step; the KV of the others is overwritten by the next.
+A draft is accepted if it equals the token that the target model samples at its position with that
+position's key, so outputs are the same as without drafts. The token after the last accepted draft
+is sampled in the same step; the KV of rejected drafts is overwritten by the next step.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .proposer import Context, Proposer
 
 MakeRoom: TypeAlias = Callable[[Sequence, int], bool]
 
-_PROBE_SHARE = 0.01  # of the time, that drafts may take where they do not seem to pay
+_PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
 _FIRST_GAIN = 1.5
 _LONGEST_PROBE_S, _LEAST_PROBE = 0.1, 0.02  # of a step
 
 
 class Speculator:
-    """One engine's; `runs_ahead`: its runner does."""
+    """The speculation of one engine; `runs_ahead`: whether its runner does."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class Speculator:
         self._acceptance = Acceptance(most)
         self._tallies: dict[str, Tally] = {}
         self._drafted: list[Sequence] = []
-        self._last_shape = StepShape()  # the next one may have prompts like its
+        self._last_shape = StepShape()  # the next step may have prompts like this one's
         self._gain = Mean(_FIRST_GAIN)
         self._wait_s = Mean()
-        self._draft_s = Mean()  # of the longest, where they take steps
+        self._draft_s = Mean()  # for each draft of the longest, if drafts take steps
         self._drafting_s = 0.0  # for the next step
         self._late_s = {False: Mean(), True: Mean()}  # by whether there were drafts
-        self._spare_s = 0.0  # that probes may take
+        self._spare_s = 0.0  # for probes
         self._num_probes = 0
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted = [0] * most
@@ -74,15 +74,15 @@ class Speculator:
     # -- before a step ----------------------------------------------------------------------------
 
     def is_due(self, queues: Queues) -> bool:
-        """Whether the next step shall have drafts, though that may mean to wait for the one in
+        """Whether the next step should have drafts, even if that means to wait for the step in
         flight."""
         if not any(map(_may_have_drafts, queues.running)):
             return False
         return self._gain.value > 1 or self._spare_s >= max(self._wait_s.value, 1e-6)
 
     def draft(self, queues: Queues, make_room: MakeRoom) -> None:
-        """Give the sequences drafts that pay; no step is in flight. `make_room`: Preemption's, for
-        drafts whose KV is computed."""
+        """Give sequences drafts that are expected to pay; no step is in flight. `make_room`:
+        Preemption's, for drafts whose KV is computed."""
         if not self.is_due(queues):
             return
         began_s = self._clock.monotonic_s()
@@ -110,7 +110,7 @@ class Speculator:
             self.waited(self._clock.monotonic_s() - began_s)
 
     def _propose(self, contexts: Iterable[Context]) -> list[tuple[Sequence, Row[int]]]:
-        """What is drafted of each, and may be verified."""
+        """The drafts of each context that may be verified."""
         asked = [*contexts]
         if not asked:
             return []
@@ -123,8 +123,8 @@ class Speculator:
         return [(one.sequence, self._fitting(one.sequence, drafts)) for one, drafts in pairs]
 
     def settle(self, shape: StepShape) -> bool:
-        """A step of this shape is launched: whether any in it have drafts. Those without room in it
-        have none now."""
+        """Note that a step of this shape is launched; returns whether it has drafts. Sequences that
+        had no room in it lose theirs."""
         self._last_shape = shape
         has_drafts = False
         for sequence in self._drafted:
@@ -135,14 +135,14 @@ class Speculator:
         return has_drafts
 
     def waited(self, seconds: float) -> None:
-        """So long it took to have drafts for a step, all that a step without would not wait for."""
+        """Record the time that a step was delayed to have drafts."""
         seconds, self._drafting_s = max(0.0, seconds - self._drafting_s), 0.0
         self._wait_s.observe(min(seconds, _LONGEST_PROBE_S))
 
-    # -- behind a step ----------------------------------------------------------------------------
+    # -- after a step -----------------------------------------------------------------------------
 
     def passed(self, shape: StepShape, seconds: float, *, has_drafts: bool) -> None:
-        """A step with decodes took so long: a part of it may be spent on probes."""
+        """Record the time of a step with decodes; a share of it may be spent on probes."""
         self._spare_s = min(self._spare_s + _PROBE_SHARE * seconds, _LONGEST_PROBE_S)
         cost = self._costs.estimate()
         if cost is not None and not shape.num_prompt_tokens:
@@ -152,12 +152,12 @@ class Speculator:
 
     @property
     def _overhead_s(self) -> float:
-        """What drafts take beside their rows: waiting, and what steps with drafts were longer than
-        expected, more than steps without."""
+        """The cost of drafts beside their rows: waiting, and how much more steps with drafts exceed
+        their expected time than steps without."""
         return self._wait_s.value + max(0.0, self._late_s[True].value - self._late_s[False].value)
 
     def accepted_tokens(self, sequence: Sequence, sampled: SampledToken) -> list[SampledToken]:
-        """What a step adds to a sequence: the tokens of its accepted drafts, and the one behind.
+        """The tokens that a step adds to a sequence: its accepted drafts, and the one after them.
 
         Rolls the sequence back to these: they are awaited, and no draft is left.
         """
@@ -179,7 +179,7 @@ class Speculator:
         return tokens
 
     def count_accepted(self, num_accepted: int) -> None:
-        """So many of a sequence's drafts were output: none behind its end."""
+        """Count the drafts of a sequence that were output: none after its end."""
         for position in range(num_accepted):
             self._accepted[position] += 1
 
@@ -187,33 +187,33 @@ class Speculator:
     def counts(self) -> SpeculationCounts:
         return SpeculationCounts(self._num_drafts, self._num_draft_tokens, tuple(self._accepted))
 
-    # -- inside -----------------------------------------------------------------------------------
+    # -- internal ---------------------------------------------------------------------------------
 
     def _room(self, sequence: Sequence) -> int:
-        """For drafts, behind each of which comes one token more."""
+        """How many drafts fit in its output, with one token after them."""
         num_left = self._limits.max_outputs(sequence.request) - sequence.num_outputs
         return min(self._most, num_left - 1)
 
     def _know(self, sequences: Row[Sequence]) -> None:
-        """Keep the tallies of these, and of no other."""
+        """Keep the tallies of these sequences only."""
         kept = {one.key: self._tallies.get(one.key) or Tally() for one in sequences}
         for tally in kept.values():
             tally.fade()
         self._tallies = kept
 
     def _fitting(self, sequence: Sequence, drafts: Row[int]) -> Row[int]:
-        """Those that a grammar allows, if there is one: none that ends the output, nor behind."""
+        """The drafts that the sequence's grammar allows, if it has one, up to the first EOS."""
         if self._constraints is None or sequence.constrained is None or not drafts:
             return drafts
         end = next((i for i, one in enumerate(drafts) if one in self._eos_token_ids), len(drafts))
         sample = (sequence.constrained, sequence.output_token_ids, drafts[:end])
         try:
             return drafts[: self._constraints.num_fitting(sample)]
-        except InvalidRequest:  # it ends in this step, with its error
+        except InvalidRequest:  # the sequence fails in this step
             return ()
 
     def _lengths(self, queues: Queues, sequences: Row[Sequence], num_drafts: Row[int]) -> Row[int]:
-        """How many to verify of the drafts of each, of which there are so many."""
+        """How many of the `num_drafts` drafts of each sequence to verify."""
         decodes = queues.decodes()
         most = max(0, self._limits.max_num_batched_tokens - decodes.num_decodes)
         tallies = [self._tallies[one.key] for one in sequences]
@@ -243,7 +243,7 @@ class Speculator:
     def _probe(
         self, found: Lengths, num_drafts: Row[int], beside: StepShape, cost: StepCost
     ) -> Row[int]:
-        """Drafts of one sequence, now and then, where none pay by what is known."""
+        """Now and then the drafts of one sequence, while none are expected to pay."""
         lengths = found.num_drafts
         candidates = [index for index, count in enumerate(num_drafts) if count]
         if not candidates:
@@ -261,7 +261,7 @@ class Speculator:
 
 
 def _may_have_drafts(sequence: Sequence) -> bool:
-    """Whether it decodes, and its request wants that."""
+    """Whether it decodes, and its request allows drafts."""
     if not sequence.request.sampling.speculative or not sequence.awaits_tokens:
-        return False  # or its KV is held, or it is a beam
+        return False  # held sequences and beams await no token
     return sequence.state is SequenceState.RUNNING and not sequence.is_prefilling

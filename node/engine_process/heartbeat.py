@@ -117,7 +117,7 @@ class EngineNumbers:
         It is never too early after the first prompt has begun to wait, or the last one has stopped:
         other gateways would also send theirs here, or still count on a queue that is gone.
         """
-        now_s, has_prompts = self._clock.monotonic_s(), self._engine.has_prompts
+        now_s, has_prompts = self._clock.monotonic_s(), self._engine.stats.has_prompts
         if now_s < self._recount_s and has_prompts == self._had_prompts:
             return self._recount_s
         self._recount_s, self._had_prompts = now_s + RECOUNT_S, has_prompts

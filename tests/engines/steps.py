@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.execution.batch import Runner, SampledToken, SequenceSlice
+from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.execution.runner_protocols import Runner
 
 
 def execute(runner: Runner, batch: Sequence[SequenceSlice]) -> list[SampledToken | None]:

@@ -150,7 +150,7 @@ class FakeRunner:
             assert all(one.follows is None for one in batch), "its token is in the pipeline"
         if self.on_execute is not None:
             self.on_execute(batch)
-        self.batch_sizes.append([s.num_scheduled_tokens for s in batch])
+        self.batch_sizes.append([len(s.token_ids) for s in batch])
         # The device has its own copy of the tables: the host's may change while it computes.
         tables = [s._replace(block_table=[*s.block_table]) for s in batch]
         self.num_launched += 1
@@ -201,7 +201,7 @@ class FakeRunner:
         chain = 0
         first_draft = one.start + 1
         at_drafts = []
-        end = one.start + one.num_scheduled_tokens
+        end = one.start + len(one.token_ids)
         for position, (token_id, stored) in enumerate(self._history(one, end)):
             chain = _extend_chain(chain, token_id)
             assert chain == stored, f"position {position} is not the KV of this sequence"

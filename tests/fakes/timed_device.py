@@ -32,7 +32,7 @@ class TimedStep:
 
 @dataclass
 class TimedDevice(ABC):
-    """A `batch.Runner` and a `Clock`, of which a test says how long steps take."""
+    """A Runner and a `Clock`, of which a test says how long steps take."""
 
     runs_ahead: bool = True
     now_s: float = 0.0

@@ -129,7 +129,7 @@ def test_a_step_is_counted_behind_the_heads_part(
             launched.append("counted")
             return launched.count("counted")
 
-    head, steps = on_gpu._head_steps, on_gpu._steps
+    head, steps = on_gpu._drafter, on_gpu._steps
     assert head is not None and isinstance(steps, GpuSteps)
     monkeypatch.setattr(head, "follow", lambda *args: launched.append("head"))
     steps.count_in(Count())  # type: ignore[arg-type]

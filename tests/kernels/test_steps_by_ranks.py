@@ -26,9 +26,10 @@ from triton.runtime import interpreter
 
 from baton.core.engine_config import EngineConfig
 from baton.core.request.sampling_params import SamplingParams
-from baton.engine.execution.batch import LaunchedStep, SequenceSlice
+from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.gpu.gpu_steps import GpuSteps
 from baton.engine.execution.runner import ModelRunner
+from baton.engine.execution.runner_protocols import LaunchedStep
 from baton.kernels.sampling.sample_spec import SampleSpec
 
 pytestmark = [

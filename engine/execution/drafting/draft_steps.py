@@ -22,8 +22,9 @@ import torch
 from ....core.errors import EngineFailed
 from ....core.request.sampling_params import SamplingParams
 from ....kernels.sampling.sample_spec import SampleSpec
-from ..batch import LaunchedStep, SequenceSlice
+from ..batch import SequenceSlice
 from ..cpu_steps import CpuSteps
+from ..runner_protocols import LaunchedStep
 
 if TYPE_CHECKING:
     from ..gpu.gpu_steps import GpuSteps  # needs Triton
@@ -48,7 +49,7 @@ class DraftSteps:
         return self._steps.launch(prompts) if prompts else None
 
     def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
-        """See `batch.Drafter`."""
+        """See Drafter."""
         try:
             with torch.inference_mode():
                 for late in self._late(batch):

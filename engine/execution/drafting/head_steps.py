@@ -25,8 +25,9 @@ from torch import Tensor
 from ....kernels.upload import upload
 from ...model.decoder import Decoder
 from ...model.draft_head import DraftHead
-from ..batch import DecodeColumns, LaunchedStep, SequenceSlice, StepBatch
+from ..batch import DecodeColumns, SequenceSlice, StepBatch
 from ..cpu_steps import CpuSteps
+from ..runner_protocols import LaunchedStep
 from .draft_steps import DraftSteps
 from .head_decoder import HeadDecoder
 
@@ -92,7 +93,7 @@ class HeadSteps(DraftSteps):
         self._sampled = (sampled, at)
 
     def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
-        """See `batch.Drafter`: none for a sequence that was not in the last step."""
+        """See Drafter: none for a sequence that was not in the last step."""
         self._know_rows()
         drafts: list[list[int]] = [[] for _ in batch]
         found = [self._row_of(piece) for piece in batch]

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ....core.errors import EngineFailed
 from ....core.request.request import TokenLogprobs
-from ..batch import LaunchedStep, SampledToken, StepBatch
+from ..batch import SampledToken, StepBatch
 from ..extras import Extras
+from ..runner_protocols import LaunchedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class GpuStep:
 
     @property
     def device_s(self) -> float | None:
-        """See `batch.LaunchedStep`."""
+        """See `LaunchedStep`."""
         with device_errors():
             return float(self.begun.elapsed_time(self.is_done)) / 1e3
 
@@ -37,12 +38,12 @@ class GpuStep:
         return replace(self, begun=first.begun) if isinstance(first, GpuStep) else self
 
     def has_completed(self) -> bool:
-        """See `batch.LaunchedStep`."""
+        """See `LaunchedStep`."""
         with device_errors():
             return bool(self.is_done.query())  # type: ignore[no-untyped-call]
 
     def collect(self) -> list[SampledToken | None]:
-        """See `batch.LaunchedStep`."""
+        """See `LaunchedStep`."""
         with device_errors():
             self.is_done.synchronize()
         tokens = SampledToken.many(self.token_ids.tolist(), self.logprobs.tolist())
@@ -51,7 +52,7 @@ class GpuStep:
         return self.batch.results(tokens)
 
     def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-        """See `batch.LaunchedStep`."""
+        """See `LaunchedStep`."""
         return {} if self.extras is None else self.extras.prompt_logprobs()
 
 

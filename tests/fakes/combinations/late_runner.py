@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.core.request.request import TokenLogprobs
-from baton.engine.execution.batch import LaunchedStep, SampledToken, SequenceSlice
+from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.constraints import TokenCounts
 from baton.engine.execution.runner import ModelRunner
+from baton.engine.execution.runner_protocols import LaunchedStep
 from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.lora.rank_adapters import RankAdapters
 

@@ -16,6 +16,7 @@ from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import BlockHash, Tier, block_hashes, root_hash
 from baton.engine.engine import Engine
+from baton.engine.engine_parts import make_parts
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.disk.disk_file import slot_bytes_of
 from baton.engine.kv.generations import LocalGenerations
@@ -89,17 +90,19 @@ class Rig:
             view = self.copier.memory.view
             self.disk = PlayedDisk(self.file, self.num_disk, size, view, self.draw_jobs)
         self.engine = Engine(
-            runner,
-            EngineLimits(num_blocks, BLOCK_SIZE, 200, max_num_batched_tokens=self.budget),
-            LocalGenerations(num_blocks),
-            fingerprint="f",
-            eos_token_ids=(),
-            estimator=Optimist(),
-            clock=TickingClock(),
-            cache_observer=self.observer,
-            host_copier=self.copier,
-            disk=self.disk,
-            proposer=proposer,
+            make_parts(
+                runner,
+                EngineLimits(num_blocks, BLOCK_SIZE, 200, max_num_batched_tokens=self.budget),
+                LocalGenerations(num_blocks),
+                fingerprint="f",
+                eos_token_ids=(),
+                estimator=Optimist(),
+                clock=TickingClock(),
+                cache_observer=self.observer,
+                host_copier=self.copier,
+                disk=self.disk,
+                proposer=proposer,
+            )
         )
         self.num_shared = 0  # blocks that were coming for others
         self.watch_loads()

@@ -12,7 +12,8 @@ import pytest
 from baton.bench.baselines.pairs import PAIRS, MeasuredDevice, PairPlayer, PairShape
 from baton.bench.baselines.workload import WorkShape, make_jobs, poisson
 from baton.core.engine_config import EngineConfig
-from baton.engine.execution.batch import CompletedStep, SequenceSlice
+from baton.engine.execution.batch import SequenceSlice
+from baton.engine.execution.cpu_steps import CompletedStep
 from baton.engine.execution.runner import ModelRunner
 
 SHAPE = WorkShape(

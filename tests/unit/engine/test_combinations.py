@@ -29,8 +29,9 @@ from baton.core.engine_config import EngineConfig
 from baton.core.errors import PromptTooLarge
 from baton.core.request.request import Adapter, Request, TokenLogprobs
 from baton.engine.engine import Engine
-from baton.engine.execution.batch import Runner
+from baton.engine.engine_parts import make_parts
 from baton.engine.execution.runner import ModelRunner
+from baton.engine.execution.runner_protocols import Runner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.lora.adapter_files import HostAdapter
@@ -107,13 +108,15 @@ def write_tokenizer(folder: Path) -> None:
 
 def engine_over(runner: Runner, limits: EngineLimits, world: World, **fields: Any) -> Engine:
     return Engine(
-        runner,
-        limits,
-        LocalGenerations(limits.num_blocks),
-        fingerprint=FINGERPRINT,
-        eos_token_ids=(EOS,),
-        grammars=world.grammars,
-        **fields,
+        make_parts(
+            runner,
+            limits,
+            LocalGenerations(limits.num_blocks),
+            fingerprint=FINGERPRINT,
+            eos_token_ids=(EOS,),
+            grammars=world.grammars,
+            **fields,
+        )
     )
 
 

@@ -29,6 +29,7 @@ from baton.core.request.request import FinishReason, Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.engine.engine import Engine
+from baton.engine.engine_parts import make_parts
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, Reservation
 from baton.engine.kv.generations import LocalGenerations
@@ -58,21 +59,23 @@ def new_engine(capacity: int = 60, *, optimistic: bool = False, **options: objec
         num_blocks, BLOCK_SIZE, **({"max_model_len": 200, "max_num_batched_tokens": 16} | options)
     )
     return Engine(
-        FakeRunner(
-            num_blocks,
-            BLOCK_SIZE,
-            vocab_size=VOCAB_SIZE,
-            runs_ahead=runs_ahead,
-            num_looks=3,
-            num_stages=limits.num_stages,
-        ),
-        limits,
-        LocalGenerations(num_blocks),
-        fingerprint=FINGERPRINT,
-        eos_token_ids={EOS},
-        enable_prefix_caching=is_caching,
-        estimator=Optimist() if optimistic else None,
-        clock=TickingClock(),
+        make_parts(
+            FakeRunner(
+                num_blocks,
+                BLOCK_SIZE,
+                vocab_size=VOCAB_SIZE,
+                runs_ahead=runs_ahead,
+                num_looks=3,
+                num_stages=limits.num_stages,
+            ),
+            limits,
+            LocalGenerations(num_blocks),
+            fingerprint=FINGERPRINT,
+            eos_token_ids={EOS},
+            enable_prefix_caching=is_caching,
+            estimator=Optimist() if optimistic else None,
+            clock=TickingClock(),
+        )
     )
 
 

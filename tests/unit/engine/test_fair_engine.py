@@ -17,6 +17,7 @@ from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.step_cost import StepShape
 from baton.engine.engine import Engine
+from baton.engine.engine_parts import make_parts
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -35,7 +36,7 @@ class PlayedDevice(TimedDevice):
     batches: list[int] = field(default_factory=list)
 
     def cost_s(self, batch: Sequence[SequenceSlice]) -> float:
-        self.batches.append(sum(one.num_scheduled_tokens for one in batch))
+        self.batches.append(sum(len(one.token_ids) for one in batch))
         return cost_s(self.batches[-1])
 
 
@@ -45,10 +46,10 @@ class Played:
     def __init__(self, *, runs_ahead: bool, chunk: int) -> None:
         self.device = PlayedDevice(runs_ahead)
         limits = EngineLimits(40_000, 16, 32_000, prefill_chunk_tokens=chunk)
-        self.engine = Engine(
+        self.engine = Engine(make_parts(
             self.device, limits, LocalGenerations(40_000), fingerprint="m", eos_token_ids=(),
             enable_prefix_caching=False, clock=self.device,
-        )  # fmt: skip
+        ))  # fmt: skip
         self.random = random.Random(7)
         self.came_s: dict[str, float] = {}
         self.ttft_s: dict[str, float] = {}

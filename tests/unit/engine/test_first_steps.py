@@ -12,6 +12,7 @@ from fakes.runner import FakeRunner
 
 from baton.core.step_cost import StepShape, pairs_of
 from baton.engine.engine import Engine
+from baton.engine.engine_parts import make_parts
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
@@ -34,16 +35,16 @@ class TimedRunner(FakeRunner):
         self.blocks: set[int] = set()
 
     def launch(self, batch: list[SequenceSlice]) -> _Done:  # type: ignore[override]
-        ones = [part for part in batch if part.num_scheduled_tokens == 1]
-        prompts = [part for part in batch if part.num_scheduled_tokens > 1]
+        ones = [part for part in batch if len(part.token_ids) == 1]
+        prompts = [part for part in batch if len(part.token_ids) > 1]
         shape = StepShape(
-            sum(part.num_scheduled_tokens for part in prompts),
-            sum(pairs_of(part.num_scheduled_tokens, part.start) for part in prompts),
+            sum(len(part.token_ids) for part in prompts),
+            sum(pairs_of(len(part.token_ids), part.start) for part in prompts),
             len(ones),
             sum(part.start + 1 for part in ones),
         )
         for part in batch:
-            num_slots = part.start + part.num_scheduled_tokens
+            num_slots = part.start + len(part.token_ids)
             assert num_slots <= len(part.block_table) * BLOCK_SIZE
             self.blocks.update(part.block_table)
         self.shapes.append(shape)
@@ -69,9 +70,9 @@ def measured(
     runner = TimedRunner(num_blocks, clock, seconds)
     limits = EngineLimits(num_blocks, BLOCK_SIZE, **({"max_model_len": 8192} | options))
     generations = LocalGenerations(num_blocks)
-    engine = Engine(
+    engine = Engine(make_parts(
         runner, limits, generations, fingerprint="f", eos_token_ids=(), clock=clock
-    )  # fmt: skip
+    ))  # fmt: skip
     return engine, runner, engine.measure_first_steps(budget_s)
 
 

@@ -71,7 +71,7 @@ def test_others_go_on_while_blocks_come() -> None:
     rig.num_looks = range(50, 51)
     slow = rig.add([*PROMPT, 7])
     rig.step()
-    assert rig.engine.stats.load().num_running == 0 and rig.engine.has_prompts
+    assert rig.engine.stats.load().num_running == 0 and rig.engine.stats.has_prompts
     quick = rig.add([5, 6, 7], 2)
     for _ in range(4):
         rig.step()

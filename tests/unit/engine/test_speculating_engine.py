@@ -15,6 +15,7 @@ from fakes.speculation.drafting_runner import DraftingRunner
 from baton.core.request.request import FinishReason, Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
+from baton.engine.engine_parts import make_parts
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, Reservation
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -62,14 +63,16 @@ class Scene:
             runner = FakeRunner(*sizes, **kind)  # type: ignore[arg-type]
             proposer = FakeProposer(self.oracle, rate=rate, max_drafts=most, seed=capacity)
         return Engine(
-            runner,
-            EngineLimits(num_blocks, BLOCK_SIZE, max_model_len=MAX_MODEL_LEN, **limits),
-            LocalGenerations(num_blocks),
-            fingerprint="fake",
-            eos_token_ids={EOS},
-            estimator=Optimist(),
-            clock=TickingClock(),
-            proposer=proposer,
+            make_parts(
+                runner,
+                EngineLimits(num_blocks, BLOCK_SIZE, max_model_len=MAX_MODEL_LEN, **limits),
+                LocalGenerations(num_blocks),
+                fingerprint="fake",
+                eos_token_ids={EOS},
+                estimator=Optimist(),
+                clock=TickingClock(),
+                proposer=proposer,
+            )
         )
 
     def oracle(self, context: Context) -> Sequence[int]:

@@ -16,6 +16,7 @@ from baton.core.errors import PromptTooLarge
 from baton.core.request.request import Adapter, Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
+from baton.engine.engine_parts import make_parts
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -44,13 +45,15 @@ def engine_of(capacity: int, *, runs_ahead: bool = False, **limits: int) -> Engi
     for digest in "ab":
         room.keep(HostAdapter(digest, torch.zeros(1, 1)))
     return Engine(
-        FakeRunner(num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, runs_ahead=runs_ahead),
-        EngineLimits(num_blocks, BLOCK_SIZE, 200, **{"max_num_batched_tokens": 16} | limits),
-        LocalGenerations(num_blocks),
-        fingerprint="fake",
-        eos_token_ids={7},
-        clock=TickingClock(),
-        adapters=room,
+        make_parts(
+            FakeRunner(num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, runs_ahead=runs_ahead),
+            EngineLimits(num_blocks, BLOCK_SIZE, 200, **{"max_num_batched_tokens": 16} | limits),
+            LocalGenerations(num_blocks),
+            fingerprint="fake",
+            eos_token_ids={7},
+            clock=TickingClock(),
+            adapters=room,
+        )
     )
 
 
@@ -181,11 +184,11 @@ def test_a_prompt_that_waits_for_its_adapter_is_one_that_waits() -> None:
     engine = engine_of(100)
     engine.add(request("decode", 3, "a", max_tokens=100))
     engine.step()
-    assert not engine.has_prompts and not engine.stats.load().waiting_tokens
+    assert not engine.stats.has_prompts and not engine.stats.load().waiting_tokens
     engine.add(request("parked", 5, "b"))
-    assert engine.has_prompts and engine.stats.load().waiting_tokens == 5
+    assert engine.stats.has_prompts and engine.stats.load().waiting_tokens == 5
     engine.abort("parked/0")
-    assert not engine.has_prompts and not engine.stats.load().waiting_tokens
+    assert not engine.stats.has_prompts and not engine.stats.load().waiting_tokens
 
 
 def test_prefixes_that_are_fetched_leave_the_first_that_waits_its_room() -> None:

@@ -19,6 +19,7 @@ from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.step_cost import StepCost, StepShape, pairs_of
 from baton.engine.engine import Engine
+from baton.engine.engine_parts import make_parts
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -32,8 +33,8 @@ PROMISE_S, RATE, SECONDS = 0.048, 10.0, 12.0
 def shape_of(batch: Sequence[SequenceSlice]) -> StepShape:
     shape = StepShape()
     for one in batch:
-        if one.num_scheduled_tokens > 1:
-            shape = shape.with_prompt(one.num_scheduled_tokens, one.start)
+        if len(one.token_ids) > 1:
+            shape = shape.with_prompt(len(one.token_ids), one.start)
         else:
             num_decodes, keys = shape.num_decodes + 1, shape.keys + one.start + 1
             shape = replace(shape, num_decodes=num_decodes, keys=keys)
@@ -55,10 +56,10 @@ def engine_on(device: Device) -> Engine:
     limits = EngineLimits(
         60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=GRAPH_TOKENS
     )
-    return Engine(
+    return Engine(make_parts(
         device, limits, LocalGenerations(60_000), fingerprint="m", eos_token_ids=(),
         enable_prefix_caching=False, clock=device,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def run(kernels_s: float, *, promise_s: float | None) -> tuple[Engine, list[float]]:
