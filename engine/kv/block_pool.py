@@ -104,7 +104,7 @@ class BlockCounts:
     reserved: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Fence:
     """References held by work on the device (a step, a copy) until it has completed."""
 

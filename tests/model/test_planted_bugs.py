@@ -148,7 +148,7 @@ BUGS = [
     Bug(
         "an abort forgets the step in flight",
         "the step writes into the next owner's blocks",
-        BlockTables.give_back,
+        BlockTables.free,
         [("if step.places.pop(sequence, None) is not None:", "if False:")],
         checks.an_aborted_step_keeps_its_blocks,
         shows="blocks are free while a step writes to them",

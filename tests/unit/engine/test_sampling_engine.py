@@ -24,6 +24,7 @@ from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
+from baton.engine.model.layers import Embedding
 from baton.engine.scheduling.outputs import PromptLogprobs, TokenOutput
 
 BLOCK_SIZE, EOS, NUM_TOKENS = 16, 2, 24
@@ -379,7 +380,7 @@ def test_logits_that_are_not_numbers_fail_their_request_alone(models: Models) ->
     steps = models.runners[0]._steps
     compute = steps.model.lm_head.project
 
-    def broken(hidden: torch.Tensor) -> torch.Tensor:
+    def broken(_: Embedding, hidden: torch.Tensor) -> torch.Tensor:
         logits = compute(hidden)
         logits[1] = torch.nan
         return logits
@@ -388,7 +389,7 @@ def test_logits_that_are_not_numbers_fail_their_request_alone(models: Models) ->
     engine.add(healthy)
     engine.add(forked)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps.model.lm_head, "project", broken)
+        patch.setattr(Embedding, "project", broken)
         output = engine.step()
     assert [(key, error.code) for key, error in output.failed] == [
         (forked.key, "engine_failed"),
