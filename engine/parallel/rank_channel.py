@@ -42,7 +42,7 @@ class MessageKind(enum.IntEnum):
     READ_ADAPTER = 12  # ranked_adapters.py
     LOAD_ADAPTER = 13
     DROP_ADAPTER = 14
-    DRAFT = 15  # payload as of STEP
+    DRAFT = 15  # the same payload as STEP
     GENERATIONS = 16  # int64 ids [n], uint64 [n]; kv_transfer/ranks/mirrored_generations.py
     KEEP_ADAPTER = 17
     FORGET_ADAPTER = 18
