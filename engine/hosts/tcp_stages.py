@@ -205,7 +205,7 @@ class _Connection:
         self._other = other
         self._is_on_gpu = is_on_gpu
         self._error: EngineFailed | None = None
-        # A tensor in host memory, and the event that it must be waited for before it is sent.
+        # A tensor in host memory, and the event to wait for before it is sent.
         self._queue: queue.SimpleQueue[tuple[Tensor, torch.cuda.Event | None] | None]
         self._queue = queue.SimpleQueue()
 
