@@ -124,7 +124,7 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope: RopeConfig
-    windows: tuple[int | None, ...]  # by layer: positions that one attends to, itself included
+    windows: tuple[int | None, ...]  # by layer: how many positions a token attends to, with its own
     experts: ExpertsConfig | None
     has_tied_embeddings: bool
     has_qkv_bias: bool

@@ -21,7 +21,7 @@ from .int4_layout import Int4
 from .targets import Cut, Quantised, Target
 
 OnProgress = Callable[[int, int], None]  # bytes loaded and bytes in total, as in the model's memory
-_NUMBERS_AT_ONCE = 1 << 20  # quantised or dequantised; each takes a multiple of 4 bytes
+_NUMBERS_AT_ONCE = 1 << 20  # quantised or dequantised, each taking several times 4 bytes
 
 
 class LoadProgress:
