@@ -33,9 +33,9 @@ from .proposer import Context, Proposer
 
 MakeRoom: TypeAlias = Callable[[Sequence, int], bool]
 
-_PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
+_PROBE_SHARE = 0.01  # of the time, for probes: drafts that are not expected to pay
 _FIRST_GAIN = 1.5
-_LONGEST_PROBE_S, _LEAST_PROBE = 0.1, 0.02  # of a step
+_LONGEST_PROBE_S, _LEAST_PROBE = 0.1, 0.02  # the latter as a share of a step
 
 
 class Speculator:
