@@ -1,5 +1,5 @@
-"""What an output must look like, as grammars that say which tokens may come next.
+"""Structured output: constraints compiled to grammars, which give the allowed next tokens.
 
-Gateways compile to refuse what cannot be served, engines to obey. Uses llguidance, which is the
-extra `structured`; knows no request, no tensor and no node.
+Gateways compile a constraint to reject it if it cannot be served, engines to apply it. Uses
+llguidance, from the extra `structured`. Knows no request, no tensor and no node.
 """

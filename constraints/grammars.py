@@ -1,9 +1,9 @@
-"""Compiles constraints for one model's vocabulary, and keeps what was compiled last.
+"""Compiles constraints for one model's vocabulary, and caches the last compiled grammars.
 
-    Constraint ── compile ──► Grammar ── follow ──► Follower: which tokens may come next
-                  any thread    shared, immutable      one sample's, fed with its tokens
-Compiling takes milliseconds, 0.1 s for the largest source that is taken, and does not hold the
-interpreter. Nothing is fetched and nothing is written to disk.
+    Constraint ── compile ──► Grammar ── follow ──► LLMatcher: which tokens may come next
+                  any thread    shared, immutable      of one sample, fed with its tokens
+Compiling takes milliseconds, 0.1 s for the largest accepted source, and does not hold the GIL.
+Nothing is fetched and nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ MAX_CHOICES = 1024
 MAX_KEPT_BYTES = 64 << 20
 
 JSON_OPTIONS: JsonCompileOptions = {
-    # A model that is made to write JSON could otherwise write blanks for ever.
+    # Otherwise a model that is forced to write JSON could write whitespace for ever.
     "whitespace_pattern": r"[ ]|\n[ ]{0,64}",
-    # Where two alternatives of a oneOf overlap the output may match both.
+    # If two alternatives of a oneOf overlap, the output may match both.
     "coerce_one_of": True,
 }
 
-# Measured on llguidance 1.9.1, in resident memory: about 145 KB for the smallest grammars, 130
-# bytes a byte of a large schema, 84 to 150 a unit of lexer fuel. A repetition that is forced takes
-# 4 of these, large character classes 5,000, a schema up to 4.6 a byte. Taken for a little more.
+# Resident memory, measured on llguidance 1.9.1: about 145 KB for the smallest grammars, 130 bytes
+# per byte of a large schema, 84 to 150 bytes per unit of lexer fuel. Fuel: 4 units per mandatory
+# repetition, 5,000 for large character classes, up to 4.6 per byte of a schema. Rounded up here.
 _GRAMMAR_BYTES = 160 << 10
 _BYTES_PER_SOURCE_BYTE = 160
 _BYTES_PER_REMAINDER = 520
@@ -55,9 +55,9 @@ _FUEL_OF_CLASSES = 6_000
 _LEXER_FUEL, _FUEL_PER_SOURCE_BYTE = 50_000, 5
 _REPETITION = re.compile(r"\{(\d{1,9})")
 _LARGE_CLASS = re.compile(r"\\[pPwW]")
-_MAX_LEXER_STATES = 10_000  # of each sample, of 1 to 2 KB
-# Of one mask: about 10 us each. Schemas that a row has room for stay below; what is so ambiguous
-# that it needs more would keep all others of a step waiting.
+_MAX_LEXER_STATES = 10_000  # of each sample; a state takes 1 to 2 KB
+# Of one mask: about 10 us each. Schemas within the parser's limit of items per row stay below; a
+# grammar so ambiguous that it needs more would delay all other sequences of a step.
 _MAX_STEP_ITEMS = 5000
 _MAX_REASON_CHARS = 200
 _INSTALL = "pip install 'baton-serve[structured]'"
@@ -65,10 +65,10 @@ _INSTALL = "pip install 'baton-serve[structured]'"
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A compiled constraint. It never changes: samples follow copies of its matcher."""
+    """A compiled constraint, immutable: samples use copies of its matcher."""
 
     _matcher: LLMatcher
-    num_bytes: int  # about
+    num_bytes: int  # approximate
 
     def follow(self) -> LLMatcher:
         """A matcher at the beginning of the output."""
@@ -76,7 +76,7 @@ class Grammar:
 
 
 class Grammars:
-    """Thread-safe. `refusal`: why this model's outputs cannot be constrained here, or None."""
+    """The grammars of one model. Thread-safe. `refusal`: why it cannot be constrained, or None."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Grammars:
         *,
         max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
-        """Reads nothing yet: the tokenizer takes up to a second, and few deployments need it."""
+        """Does not load the tokenizer yet: it takes up to a second, and few deployments need it."""
         self._path = model_dir / "tokenizer.json"
         self.vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
@@ -113,7 +113,8 @@ class Grammars:
             return constraint in self._kept
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """Raises InvalidRequest: `unsupported_parameter`, or `invalid_schema` saying why."""
+        """The grammar, cached or compiled. Raises InvalidRequest: `unsupported_parameter`, or
+        `invalid_schema` with the reason."""
         if self.refusal is not None:
             raise _unsupported(self.refusal)
         with self._lock:
@@ -137,8 +138,8 @@ class Grammars:
         except ValueError as error:
             raise _invalid(_reference_fault(constraint) or str(error)) from None
         matcher = LLMatcher(self._load_tokenizer(), text, log_level=0, limits=_limits(constraint))
-        # What the first token can be shows whether there is any output at all, and every sample's
-        # copy has it computed.
+        # The mask of the first token shows whether any output exists, and is already computed in
+        # every sample's copy.
         allows_some = not matcher.is_error() and any(matcher.compute_bitmask())
         if matcher.is_error() or not allows_some:
             fault = _reference_fault(constraint)
@@ -155,7 +156,7 @@ class Grammars:
                 try:
                     try:
                         self._tokenizer = load(text)
-                    except ValueError:  # it may have more tokens than the model, to pad with
+                    except ValueError:  # its padding tokens may exceed the vocabulary
                         self._tokenizer = load(_within(text, self.vocab_size))
                 except ValueError as error:
                     log.error("structured output is off: %s: %s", self._path, error)
@@ -173,13 +174,13 @@ class Grammars:
 
 
 def accept(matcher: LLMatcher, token_ids: Sequence[int]) -> None:
-    """Let a matcher follow these tokens; raises InvalidRequest where they do not fit."""
+    """Advance a matcher by these tokens; raises InvalidRequest if they do not fit."""
     if token_ids and not matcher.consume_tokens(list(token_ids)):
         raise cannot_go_on(matcher)
 
 
 def cannot_go_on(matcher: LLMatcher) -> InvalidRequest:
-    """What a request fails with whose matcher has given up."""
+    """The error of a request whose matcher has failed."""
     return _invalid(f"no output can follow it further: {_reason(matcher)}")
 
 
@@ -188,14 +189,14 @@ def _reason(matcher: LLMatcher) -> str:
 
 
 def _reference_fault(constraint: Constraint) -> str | None:
-    """Of a schema that was not compiled: the compiler's own message does not name a loop."""
+    """The bad reference of a schema that did not compile: the compiler does not name loops."""
     if constraint.kind is not ConstraintKind.JSON_SCHEMA:
         return None
     try:
         check_references(json.loads(constraint.source))
     except BadReference as error:
         return f"it {error}"
-    except (ValueError, RecursionError):  # no JSON, or too deep: the compiler has reported that
+    except (ValueError, RecursionError):  # no JSON, or too deep: the compiler reports it
         return None
     return None
 
@@ -212,7 +213,7 @@ def _unsupported(reason: str) -> InvalidRequest:
 
 
 def _within(tokenizer: str, vocab_size: int) -> str:
-    """Without the added tokens that are behind the vocabulary."""
+    """The tokenizer without added tokens beyond the vocabulary."""
     spec = json.loads(tokenizer)
     added = spec.get("added_tokens", ())
     spec["added_tokens"] = [one for one in added if one["id"] < vocab_size]
@@ -240,13 +241,13 @@ def _limits(constraint: Constraint) -> LLParserLimits:
 
 
 def grammar_text(constraint: Constraint) -> str:
-    """What LLMatcher takes. Raises ValueError for what cannot even be read."""
+    """The grammar in the form that LLMatcher takes. Raises ValueError if it cannot be parsed."""
     from llguidance import LLMatcher
 
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
             source = constraint.source
-            if source.strip() in ("true", "false"):  # schemas too, but options need an object
+            if source.strip() in ("true", "false"):  # valid schemas, but the options need an object
                 source = f'{{"allOf": [{source}]}}'
             return LLMatcher.grammar_from_json_schema(source, overrides=JSON_OPTIONS)
         case ConstraintKind.REGEX:

@@ -1,10 +1,10 @@
-"""What the multipleOf of a JSON schema cost the compiler, which has no limit of its own on them.
+"""Bounds the compiler's work for multipleOf in JSON schemas, on which it has no limit of its own.
 
-It goes through the remainders of each divisor until one is 0, for each range of values again. Where
-schemas of the same value are merged it divides by their least common multiple.
+For each range of values, the compiler enumerates the remainders of a divisor until one is 0. If
+schemas of the same value are merged, the divisor is their least common multiple.
 
-    {"properties": {"a": {..}}}   merged with another "a", and with what has no place
-    {"$defs": {"n": {..}}}        no place: merged with anything
+    {"properties": {"a": {..}}}   merged with another "a", and with schemas without a place
+    {"$defs": {"n": {..}}}        no place: may be merged with any schema
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from ..core.request.constraint import Constraint, ConstraintKind
 
-# On llguidance 1.9.1 a remainder takes 5 us and 0.5 KB.
+# A remainder takes 5 us and 0.5 KB on llguidance 1.9.1.
 _MAX_REMAINDERS = 100_000
 _MAX_DIVISOR = (1 << 32) - 1
 _ITEMS = frozenset({"items", "prefixItems"})
@@ -31,12 +31,12 @@ _MAX_SHOWN = 3
 
 
 class TooManyRemainders(ValueError):
-    """The message says which multipleOf they are of."""
+    """The message names the largest multipleOf."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Those of the schemas of one value: what it is a multiple of, and its range."""
+    """The divisors and bounds in the schemas of one value."""
 
     divisors: set[float] = field(default_factory=set)
     lows: set[float] = field(default_factory=set)
@@ -52,16 +52,16 @@ class _Numbers:
             numbers.update(one for one in found if isinstance(one, float) and math.isfinite(one))
 
     def num_remainders(self, anywhere: _Numbers) -> int:
-        """At most, `anywhere` merged with these in all ways."""
+        """An upper bound on remainders, if `anywhere` is merged with these in all ways."""
         divisor = _common_multiple(self.divisors | anywhere.divisors)
         if re.fullmatch("10*", str(divisor)) and divisor <= _MAX_DIVISOR:
-            return 0  # the first that are tried lead to it
+            return 0  # the first remainders tried lead to 0
         num_lows = 1 + len(self.lows | anywhere.lows)
         return divisor * num_lows * (1 + len(self.highs | anywhere.highs))
 
 
 def count_remainders(constraint: Constraint) -> int:
-    """At most so many, of all schemas. Passes over what is no JSON: the compiler reports that.
+    """An upper bound on the remainders of all schemas. Skips invalid JSON: the compiler reports it.
 
     Raises TooManyRemainders.
     """
@@ -94,18 +94,18 @@ def _schemas(constraint: Constraint) -> Iterator[Any]:
 
 
 def _by_place(schema: Any) -> Mapping[str, _Numbers]:
-    """By the property whose value the schemas judge; "" for those that may judge any."""
+    """Numbers by the property that the schemas apply to; "" for schemas that may apply to any."""
     found: defaultdict[str, _Numbers] = defaultdict(_Numbers)
     objects = list(_objects_within(schema))
     references = [str(one["$ref"]) for _, one in objects if "$ref" in one]
-    is_placed = all(map(_TO_ANYWHERE.fullmatch, references))  # else it may lead to any of them
+    is_placed = all(map(_TO_ANYWHERE.fullmatch, references))  # else it may lead to any schema
     for place, one in objects:
         found[place if is_placed else ""].add(one)
     return found
 
 
 def _objects_within(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each with its place, "" for none. All: a reference can make a schema of any."""
+    """All objects with their places ("": none), as a reference may make any object a schema."""
     pending: list[tuple[str, Any, bool]] = [("", schema, False)]
     while pending:
         place, value, is_by_name = pending.pop()
@@ -123,7 +123,7 @@ def _objects_within(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _divisor(value: float) -> tuple[int, int]:
-    """Coefficient and exponent as the compiler has them: coefficient / 10**exponent."""
+    """Coefficient and exponent as the compiler computes them: coefficient / 10**exponent."""
     exponent = 0
     while value % 1:
         value, exponent = value * 10, exponent + 1
@@ -134,7 +134,7 @@ def _divisor(value: float) -> tuple[int, int]:
 
 
 def _common_multiple(values: set[float]) -> int:
-    """Or one that is too large for the compiler."""
+    """The least common multiple, or any number too large for the compiler."""
     divisors = [*map(_divisor, values)]
     most = max((exponent for _, exponent in divisors), default=0)
     multiple = 1

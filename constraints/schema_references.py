@@ -1,7 +1,7 @@
-"""The references inside a JSON schema: each must lead to a part of it, and none in a loop.
+"""Checks the references inside a JSON schema: each must lead to a part of it, and none in a loop.
 
-A schema may be recursive: a reference back from a property or an item is followed one level deeper
-into the value each time. In a loop the same schema judges the same value for ever.
+A schema may be recursive: a reference back from a property or an item applies one level deeper in
+the value each time. In a loop the same schema applies to the same value for ever.
 
     {"items": {"$ref": "#"}}   recursive          {"anyOf": [{"$ref": "#"}]}   a loop
 Compiles nothing and fetches nothing.
@@ -28,13 +28,13 @@ class BadReference(ValueError):
 
 
 def check_references(schema: Any) -> None:
-    """Raises BadReference for the first one that leads nowhere, out of the schema, or in a loop."""
+    """Raise BadReference for a reference that leads nowhere, out of the schema, or in a loop."""
     schemas = list(_schemas_within(schema))
     targets = {id(one): target_of(schema, one["$ref"]) for one in schemas if "$ref" in one}
-    is_open: dict[int, bool] = {}  # by id; False: all that it refers to was looked at
+    is_open: dict[int, bool] = {}  # by id; False: all it refers to was checked
     for one in schemas:
         pending: list[tuple[Any, bool]] = [(one, False)]
-        while pending:  # depth first, through what judges the same value
+        while pending:  # depth first, through schemas of the same value
             current, is_left = pending.pop()
             if is_left:
                 is_open[id(current)] = False
@@ -70,7 +70,7 @@ def _of_same_value(schema: _JsonObject) -> Iterator[Any]:
 
 
 def target_of(schema: Any, reference: Any) -> Any:
-    """What a JSON pointer (RFC 6901) in a URI's fragment names."""
+    """The part of `schema` that a JSON pointer (RFC 6901) in a URI's fragment names."""
     if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
         shown = str(reference)[:_MAX_SHOWN]
         raise BadReference(f"refers to {shown!r}, which is no part of it, as #/... would be")

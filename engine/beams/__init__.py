@@ -1,1 +1,1 @@
-"""Beam search: which continuations of a prompt go on, and the sequences that compute them."""
+"""Beam search: choosing the continuations of a prompt, and the sequences that compute them."""

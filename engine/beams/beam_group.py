@@ -5,12 +5,12 @@
                            beam 1 ── c  -1.3 ─► lives
                            beam 2 ── a  -2.9 ─► lives
 
-Of all candidates of a step the `width` best may finish, and the `width` best that do not finish go
-on; the `width` best hypotheses of all steps are kept. Scores, order and the three kinds of early
-stopping are those of transformers' `generate(num_beams=...)`. Beam groups are searches of their own
-that take turns in each step: what the groups before chose costs the later ones
-`diversity_penalty` a beam (Vijayakumar et al. 2018, "Diverse Beam Search", section 4). Equal scores
-are ordered by beam, then by candidate. Knows no sequence and no block.
+Of all candidates of a step the `width` best may finish, and the `width` best that do not finish
+continue; the `width` best hypotheses of all steps are kept. Scores, order and the three kinds of
+early stopping are those of transformers' `generate(num_beams=...)`. Beam groups are separate
+searches that take turns in each step: a token costs a later group `diversity_penalty` for each beam
+of earlier groups that chose it (Vijayakumar et al. 2018, "Diverse Beam Search", section 4). Equal
+scores are ordered by beam, then by candidate. Knows no sequence and no block.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ class _Token(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """A continuation that may get longer: beam number `parent` of the previous step, continued by
-    `token_id`."""
+    """A live continuation: beam number `parent` of the previous step, continued by `token_id`."""
 
     parent: int
     token_id: int
@@ -56,7 +55,7 @@ class Hypothesis:
     finish_reason: FinishReason
 
     def tokens(self) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
-        """Its token ids, and the log-probabilities of each."""
+        """The token ids, and the log-probabilities of each token."""
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
         token: _Token | None = self.last
@@ -69,7 +68,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class BeamRules:
-    """Parameters of a search. `max_tokens` bounds each hypothesis; `stop_ids` end one."""
+    """Parameters of a search. `max_tokens` bounds a hypothesis; each of `stop_ids` ends it."""
 
     width: int
     max_tokens: int
@@ -97,27 +96,27 @@ class BeamRules:
 
 
 def num_candidates(width: int, num_stop_ids: int) -> int:
-    """How many of a beam's likeliest tokens can matter: `width` that continue, or yield to another
-    group's choice, and one for each stop id."""
+    """How many of a beam's likeliest tokens are needed: `width` that continue or are penalised for
+    another group's choice, and one for each stop id."""
     return width + num_stop_ids
 
 
 @dataclass(slots=True)
 class _Group:
-    """One of the groups, with `size` beams."""
+    """One beam group, with `size` beams."""
 
     size: int
     hypotheses: list[Hypothesis] = field(default_factory=list)  # best first
     is_over: bool = False
 
     def finish(self, hypotheses: list[Hypothesis]) -> None:
-        """Keep the best; of equals, the earlier one."""
+        """Keep the best hypotheses; of equal scores the earlier ones."""
         best = sorted([*self.hypotheses, *hypotheses], key=attrgetter("score"), reverse=True)
         self.hypotheses = best[: self.size]
 
 
 class BeamGroup:
-    """One search. `beams` are what the next step computes: first the prompt alone."""
+    """One search. `beams`: the beams of the next step; none at first, which computes the prompt."""
 
     def __init__(self, rules: BeamRules) -> None:
         self._rules = rules
@@ -136,7 +135,7 @@ class BeamGroup:
         return all(group.is_over for group in self._groups)
 
     def best(self, n: int) -> list[Hypothesis]:
-        """The `n` best of all groups, best first; fewer if there are fewer."""
+        """The at most `n` best hypotheses of all groups, best first."""
         found = [one for group in self._groups for one in group.hypotheses]
         return sorted(found, key=attrgetter("score"), reverse=True)[:n]
 
@@ -144,7 +143,7 @@ class BeamGroup:
         """Take the candidates that follow each of `beams`, or the prompt; returns the new beams."""
         begins = self._num_tokens == 0
         self._num_tokens += 1
-        chosen: Counter[int] = Counter()  # by the groups before
+        chosen: Counter[int] = Counter()  # tokens chosen by earlier groups
         first, members = 0, self._members
         self._members = []
         for group, old in zip(self._groups, members, strict=True):

@@ -1,14 +1,14 @@
 """The beam searches of an engine: the sequences that compute beams, and how they change after each
 step.
 
-    step n      beam 0  beam 1  beam 2      each has its candidates: all stand still
+    step n      beam 0  beam 1  beam 2      each has its candidates: all wait
                  │ │      │        x        beam_group.py decides
     step n + 1   0 2      1                 the first child continues in its parent's place, further
                                             ones fork, a parent without child releases its blocks
 
-A fork shares its parent's full blocks and copies the partial last one, so a step copies at most one
-block per beam. A search whose sequences are not all in one step waits for the last of them.
-Preempted sequences come back as described in scheduler.py, from the tokens of their beams.
+A fork shares its parent's full blocks and copies the partial last block, so a step copies at most
+one block per beam. A search whose sequences are not all in one step waits for the last of them.
+Preempted sequences resume as described in scheduler.py, from the tokens of their beams.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BeamSearch(SequenceGroup):
     beams: BeamGroup = field(kw_only=True)
     keys: tuple[str, ...] = field(init=False)
     wanted: set[str] = field(init=False)
-    found: dict[Sequence, SampledToken] = field(default_factory=dict)  # what follows all its tokens
+    found: dict[Sequence, SampledToken] = field(default_factory=dict)  # candidates by beam
     num_forks: int = 0
 
     def __post_init__(self) -> None:
@@ -75,9 +75,9 @@ class BeamSearches:
         self._due: list[BeamSearch] = []  # with new candidates since `advance`
 
     def begin(self, sequence: Sequence, limits: EngineLimits) -> None:
-        """Make the new sequence of a beam search request the first of its search; a held one only
-        computes what a search elsewhere begins with. Raises InvalidRequest if the search could not
-        even begin here."""
+        """Make the new sequence of a beam search request the first of its search; a held sequence
+        only computes the first candidates of a search on another engine. Raises InvalidRequest if
+        the search cannot begin here."""
         request, sampling = sequence.request, sequence.request.sampling
         if not sequence.is_held:
             _check(request, limits)
@@ -93,7 +93,7 @@ class BeamSearches:
             sequence.group = search
 
     def file(self, search: BeamSearch) -> None:
-        """File a search under its requests' keys, once its first sequence is queued."""
+        """Register a search under its requests' keys, once its first sequence is queued."""
         self.by_key |= dict.fromkeys(search.keys, search)
 
     def abort(self, key: str) -> None:
@@ -124,7 +124,7 @@ class BeamSearches:
     # -- steps ------------------------------------------------------------------------------------
 
     def found(self, sequence: Sequence, sampled: SampledToken) -> bool:
-        """Note the candidates that may follow a beam's tokens. Returns whether they begin the
+        """Record the candidates that may follow a beam's tokens. Returns whether they begin the
         search."""
         search = sequence.group
         assert isinstance(search, BeamSearch)
@@ -223,7 +223,7 @@ class BeamSearches:
 
 
 def _check(request: Request, limits: EngineLimits) -> None:
-    """Raise the InvalidRequest if the engine has no room for the beams of the request."""
+    """Raise InvalidRequest if the engine has no room for the beams of the request."""
     width = request.num_sequences
     if width > limits.max_num_seqs:
         raise InvalidRequest(

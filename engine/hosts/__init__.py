@@ -1,1 +1,1 @@
-"""Engines larger than a host: how the ranks of other hosts come to rank 0, and pass activations."""
+"""Engines of several hosts: how ranks of other hosts join rank 0, and pass activations."""

@@ -1,7 +1,7 @@
-"""Rank 0's end of the other hosts: listens at --master-addr until their ranks are there.
+"""Rank 0 of an engine on several hosts: listens at --master-addr until all ranks have joined.
 
-In whichever order hosts are started, they wait for each other. A rank that is gone before all have
-come makes room for the next; one that is not of this engine is refused and told why.
+Hosts may start in any order and wait for each other. A rank that disconnects before all have joined
+may join again; a rank that does not belong to this engine is refused with the reason.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .joining import PURPOSE, id_of, read_request, refusal_of, request_of
 log = logging.getLogger(__name__)
 
 _BACKLOG = 64
-_LOOK_S = 0.25  # how often it is looked whether who has come is still there
+_LOOK_S = 0.25  # interval of checks for joined ranks that have disconnected
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterTrust:
-    """Who may join an engine: `keys` by id, one of which must be proven; `flags` are the engine's
-    as its host was given them, before its role adjusts them."""
+    """Which ranks may join an engine: a rank must prove one of `keys`, by key id; `flags`: the
+    engine's config as given on rank 0's host, before its role adjusts it."""
 
     role: str
     flags: EngineConfig
@@ -42,14 +42,14 @@ class ClusterTrust:
 
 @dataclass(frozen=True, slots=True)
 class JoinedRank:
-    """A rank of another host. `host`: where its peers dial it."""
+    """A joined rank of another host. `host`: the address at which its peers connect to it."""
 
     connection: socket.socket
     host: str
 
 
 def gather(trust: ClusterTrust, on_line: Callable[[str], None]) -> dict[int, JoinedRank]:
-    """Wait for the ranks of all other hosts. Raises StartupFailed: there is no such address."""
+    """Wait for the ranks of all other hosts. Raises StartupFailed if it cannot listen."""
     gathering = _Gathering(trust)
     try:
         return gathering.wait(on_line)
@@ -58,7 +58,7 @@ def gather(trust: ClusterTrust, on_line: Callable[[str], None]) -> dict[int, Joi
 
 
 class _Gathering:
-    """Accepts until `close`."""
+    """Accepts ranks of other hosts until `close`."""
 
     def __init__(self, trust: ClusterTrust) -> None:
         self._trust = trust
@@ -84,7 +84,7 @@ class _Gathering:
         self._accepting = AcceptThread(listener, "other hosts", self._newcomers, self._attend)
 
     def wait(self, on_line: Callable[[str], None]) -> dict[int, JoinedRank]:
-        """Until all have come."""
+        """Wait until all ranks have joined."""
         told: list[int] = []
         with self._changed:
             while missing := [rank for rank in self._ranks if rank not in self._joined]:
@@ -106,7 +106,7 @@ class _Gathering:
                 each.connection.close()
 
     def _drop_ended(self) -> None:
-        """Nobody sends anything yet: what can be read is an end."""
+        """Drop ranks that have disconnected: no rank sends yet, so only an end is readable."""
         poll = select.poll()
         for each in self._joined.values():
             poll.register(each.connection, select.POLLIN)
@@ -118,8 +118,8 @@ class _Gathering:
                 each.connection.close()
 
     def _attend(self, connection: socket.socket) -> None:
-        """One connection's thread."""
-        ends = [connection]  # the last one is what is to be used
+        """Admit one connection, on its own thread."""
+        ends = [connection]  # the last one, of TLS if there is, is used
         try:
             connection.settimeout(ADMIT_S)
             if self._secure is not None:
@@ -138,7 +138,7 @@ class _Gathering:
                     end.close()
 
     def _join(self, connection: socket.socket, opening: Opening) -> None:
-        """Raises OSError, PermissionDenied."""
+        """Let the dialer join if its request fits. Raises OSError, PermissionDenied."""
         request = read_request(connection, opening)
         if refusal := refusal_of(request, self._ours):
             raise PermissionDenied(refusal)

@@ -1,13 +1,13 @@
-"""How a rank of another host comes to rank 0: a connection each, accepted or refused by name.
+"""How a rank of another host joins rank 0: one connection per rank, accepted, or refused by name.
 
     the other host                            rank 0, at --master-addr
       │ ── (TLS), handshake ─────────────────►   │ of this cluster?   core/channels/admission.py
       │ ── a frame: JoinRequest ─────────────►   │ the same version, model and flags?
       │ ◄─ a frame: empty, or the refusal ────   │
-      │ ◄─ rank 0's messages ─────────────────   │ once the ranks of all hosts are there
+      │ ◄─ rank 0's messages ─────────────────   │ once all ranks have joined
 
-What follows belongs to parallel/rank_channel.py. Never imports torch: the other host's ranks are
-processes of whoever asks here.
+The messages that follow are those of parallel/rank_channel.py. Never imports torch: the process
+that joins is the other host's supervisor, which passes the connection to a rank.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from ...core.model_dir import resolve_model_dir
 from ...core.version import version
 from ..model.weights.weight_files import weights_identity
 
-PURPOSE = b"ranks 2"  # of the handshake; the number is the version of all that ranks send
+PURPOSE = b"ranks 2"  # of the handshake; the number is the protocol version of the ranks
 _MAX_REQUEST_BYTES = 64 << 10
-# What each host has for itself; the rest must be the same on all.
+# Flags that hosts may set differently; all others must be the same.
 _OF_ONE_HOST = frozenset({"model", "served_model_name", "device", "num_threads", "node_rank"})
 
 
 class JoinRequest(msgspec.Struct, frozen=True):
-    """A rank of another host, and what it was started for. `host`: where its peers dial it."""
+    """A rank of another host, and its config. `host`: the address at which peers connect to it."""
 
     version: str
     role: str
@@ -61,9 +61,9 @@ _decoder = msgspec.json.Decoder(JoinRequest)
 
 @dataclass(frozen=True, slots=True)
 class HostSettings:
-    """What a rank's process gets from its own host, not from rank 0. `host`: where its peers reach
-    it; `device`: with the GPUs of all ranks of its host; `store_fd`: where those find each other,
-    if this one is to listen there."""
+    """What a rank's process gets from its own host, not from rank 0. `host`: the address at which
+    peers connect to it; `device`: with the GPUs of all ranks of its host; `store_port`, `store_fd`:
+    the store of these ranks, the socket for the rank that hosts it."""
 
     host: str
     model: str
@@ -74,14 +74,14 @@ class HostSettings:
     store_fd: int | None = None
 
     def of_this_host(self, config: EngineConfig) -> EngineConfig:
-        """Rank 0's `config` as this host's ranks take it."""
+        """Rank 0's `config` with the settings of this host."""
         return dataclasses.replace(
             config, model=self.model, device=self.device, num_threads=self.num_threads
         )
 
 
 def request_of(config: EngineConfig, role: str, rank: int, host: str) -> JoinRequest:
-    """What the ranks of an engine must have in common, by this host's flags. Reads a little of the
+    """The request of a rank, with the flags that all ranks must share. Reads a small part of the
     weights. Raises StartupFailed."""
     values = json.loads(json.dumps(dataclasses.asdict(config)))
     flags = {name: value for name, value in values.items() if name not in _OF_ONE_HOST}
@@ -89,7 +89,7 @@ def request_of(config: EngineConfig, role: str, rank: int, host: str) -> JoinReq
 
 
 def _identity(config: EngineConfig) -> str:
-    """Of the model that `config` names."""
+    """A digest of the model that `config` names."""
     folder = resolve_model_dir(config.model)
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
     if config.load_format != "dummy":
@@ -98,7 +98,7 @@ def _identity(config: EngineConfig) -> str:
 
 
 def refusal_of(theirs: JoinRequest, ours: JoinRequest) -> str:
-    """Why a rank that sends `theirs` is none of the engine of `ours`; empty if it is."""
+    """Why a rank that sends `theirs` does not fit the engine of `ours`; empty if it does."""
     who = f"the host of rank {theirs.rank}"
     for name in ("version", "role"):
         there, here = getattr(theirs, name), getattr(ours, name)
@@ -117,8 +117,8 @@ def dial_head(
 ) -> socket.socket:
     """A connection to rank 0 that was accepted for the rank of `request`.
 
-    Raises OSError: nobody is there yet; NodeLost: who is there hangs up within the handshake, as
-    on another secret; Unauthenticated, PermissionDenied: it refuses, or is to be refused.
+    Raises OSError: rank 0 does not listen yet; NodeLost: the listener closes during the handshake,
+    as with a different secret; Unauthenticated, PermissionDenied: either side refuses the other.
     """
     connection = dial(
         PURPOSE,
@@ -142,7 +142,7 @@ def dial_head(
 
 
 def read_request(connection: socket.socket, opening: Opening) -> JoinRequest:
-    """Of a dialer that has proven itself. Raises OSError, PermissionDenied."""
+    """The request of an authenticated dialer. Raises OSError, PermissionDenied."""
     payload = read_frame(connection, time.monotonic() + ADMIT_S, _MAX_REQUEST_BYTES)
     try:
         request = _decoder.decode(payload)
@@ -154,5 +154,5 @@ def read_request(connection: socket.socket, opening: Opening) -> JoinRequest:
 
 
 def id_of(rank: int) -> str:
-    """Who a rank is in handshakes."""
+    """The identity of a rank in handshakes."""
     return f"{rank % (1 << 64):032x}"

@@ -1,17 +1,17 @@
-"""Stages of a pipeline on several hosts: a TCP connection between the like ranks of two stages.
+"""Stages of a pipeline on several hosts: a TCP connection for each column between two stages.
 
     stage n    step's thread ─► queue ─► thread: send ─── length: uint64, the tensor's bytes ──┐
     stage n+1  step's thread ◄─ queue ◄─ thread: receive ◄── dialled by this stage ◄───────────┘
 
-Both ends prove the key that rank 0 drew for this engine, within TLS where the cluster has it. What
-comes is taken from the wire at once, whatever the step's thread does: no more than the steps in
-flight. Between a GPU and the queues tensors are copied in the order of the step's stream: the
-thread that sends waits for an event, the step's thread for nothing but bytes that have yet to come.
-Their buffers are of torch's pinned memory, which is not given out again before it has been copied.
+Both ends prove the key that rank 0 drew for this engine, inside TLS if the cluster uses it. Tensors
+are received at once, whatever the step's thread does; there are at most those of the steps in
+flight. Between GPU and queues, tensors are copied in the order of the step's stream: the sending
+thread waits for an event, the step's thread only for bytes not yet received. The buffers are
+torch's pinned memory, which torch reuses only after the copy.
 
-Until `begin` there are no threads, and a stage may be seconds behind another: what does not fit
-into the kernel's buffers would break the connection (TCP_USER_TIMEOUT). So only numbers and a few
-bytes pass, at once, and the steps of the start compute with zeros. Knows no model.
+Before `begin` there are no threads, and a stage may be seconds behind another: more data than the
+kernel's buffers hold would break the connection (TCP_USER_TIMEOUT). So only numbers and a few bytes
+are sent, synchronously, and the warm-up steps compute with zeros. Knows no model.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from ...core.errors import BatonError, EngineFailed, StartupFailed
 from ..model.stages import Stages
 from .joining import id_of
 
-_PURPOSE = b"stage 1"  # of the handshake; the number is the version of what is sent here
+_PURPOSE = b"stage 1"  # of the handshake; the number is the protocol version
 _LENGTH = struct.Struct("<Q")
 _MAX_BYTES = 1 << 34  # of a tensor
-_LAST_S = 0.3  # rank 0 is to hear of a rank's end from that rank, not from its neighbour
+_LAST_S = 0.3  # delay of a failure: rank 0 is to learn it from the failed rank first
 
 
 @dataclass(frozen=True, slots=True)
 class StageLink:
-    """This rank among those of all stages. `host`: where its peers dial it; `key`: the engine's."""
+    """This rank's place in the pipeline. `host`: the address at which its peers connect; `key`: the
+    secret that the engine's ranks share."""
 
     rank: int
     stage_size: int
@@ -53,7 +54,7 @@ class StageLink:
 
 
 class TcpStages(Stages):
-    """One rank's connections to the stage before and to the one behind."""
+    """One rank's connections to the previous stage and to the next."""
 
     can_be_captured = False
 
@@ -66,10 +67,10 @@ class TcpStages(Stages):
         *,
         is_on_gpu: bool = False,
     ) -> None:
-        """`timeout_s`: of what waits for another stage before `begin`. Listens; raises
-        StartupFailed."""
+        """Listens for the next stage. `timeout_s`: of waits for another stage before `begin`.
+        Raises StartupFailed."""
         self.stage, self.num_stages = stage, num_stages
-        self.addresses: Sequence[str] = ()  # of all ranks, known before `connect`
+        self.addresses: Sequence[str] = ()  # of all ranks; set before `connect`
         self._link = link
         self._timeout_s = timeout_s
         self._is_on_gpu = is_on_gpu
@@ -91,7 +92,7 @@ class TcpStages(Stages):
             self.address = f"{host}:{self._listener.getsockname()[1]}"
 
     def connect(self) -> None:
-        """Raises StartupFailed, as all does before `begin`."""
+        """Raises StartupFailed, as do all methods before `begin`."""
         link = self._link
         with self._starting():
             if self.stage > 0:
@@ -107,7 +108,7 @@ class TcpStages(Stages):
                 self._before = self._connection(connection, self.stage - 1)
             if self._listener is not None:
                 self._behind = self._connection(self._accept(self._listener), self.stage + 1)
-        self.least(0)  # all stages stand behind this
+        self.least(0)  # returns once all stages are connected
 
     def _connection(self, connection: socket.socket, other: int) -> _Connection:
         connection.settimeout(self._timeout_s)
@@ -124,7 +125,7 @@ class TcpStages(Stages):
             raise StartupFailed(f"rank {rank} does not reach its stages: {text}") from error
 
     def _accept(self, listener: socket.socket) -> socket.socket:
-        """Of the stage behind, and of nobody else. Raises OSError once that takes too long."""
+        """Accept the next stage and refuse other dialers. Raises OSError on timeout."""
         link, until_s = self._link, time.monotonic() + self._timeout_s
         secure = None if link.tls is None else link.tls.source_wrap()
         while True:
@@ -140,7 +141,7 @@ class TcpStages(Stages):
                 )
                 admit(connection, theirs)
                 accept(connection)
-            except (OSError, BatonError):  # somebody else: the one that is awaited may yet come
+            except (OSError, BatonError):  # another dialer: the next stage may still connect
                 connection.close()
                 continue
             tune(connection, _PURPOSE)
@@ -167,7 +168,7 @@ class TcpStages(Stages):
             self._behind.send(x)
 
     def least(self, value: int) -> int:
-        """To the last stage, and back."""
+        """The minimum over all stages, passed to the last stage and back."""
         with self._starting():
             if self._before is not None:
                 value = min(value, self._before.read_number())
@@ -179,7 +180,7 @@ class TcpStages(Stages):
         return value
 
     def broadcast(self, x: Tensor) -> None:
-        """From stage to stage, of a few bytes."""
+        """Pass the first stage's x of a few bytes from stage to stage."""
         with self._starting():
             if self._before is not None:
                 _overwrite(x, self._before.read_tensor())
@@ -196,25 +197,25 @@ class TcpStages(Stages):
 
 
 class _Connection:
-    """To the stage `other`. From `begin` on it has one direction, and a thread; None in the queue:
-    no more comes, because of `_error` if there is one."""
+    """A connection to stage `other`. From `begin` on it has one direction and a thread. None in the
+    queue marks its end, caused by `_error` if that is set."""
 
     def __init__(self, connection: socket.socket, other: int, *, is_on_gpu: bool) -> None:
         self._socket = connection
         self._other = other
         self._is_on_gpu = is_on_gpu
         self._error: EngineFailed | None = None
-        # A tensor in host memory, and what is to be waited for before it is all there.
+        # A tensor in host memory, and the event to wait for before it is sent.
         self._queue: queue.SimpleQueue[tuple[Tensor, torch.cuda.Event | None] | None]
         self._queue = queue.SimpleQueue()
 
     def begin(self, run: Callable[[], None]) -> None:
-        """`run` is one of this object's."""
+        """Start the thread; `run`: `send_all` or `receive_all`."""
         self._socket.settimeout(None)
         threading.Thread(target=run, name="stage-link", daemon=True).start()
 
     def send(self, x: Tensor) -> None:
-        """Returns at once. Raises EngineFailed."""
+        """Queue x and return at once. Raises EngineFailed."""
         if self._error is not None:
             raise self._error
         is_copied = None
@@ -226,7 +227,7 @@ class _Connection:
         self._queue.put((x, is_copied))
 
     def receive(self, x: Tensor) -> None:
-        """Raises EngineFailed."""
+        """Overwrite x with the next tensor, waiting for it. Raises EngineFailed."""
         received = self._queue.get()
         if received is None:
             self._queue.put(None)
@@ -243,7 +244,7 @@ class _Connection:
                 if is_copied is not None:
                     is_copied.synchronize()
                 self.write_tensor(x)
-        except (OSError, RuntimeError) as error:  # of the connection, of the device
+        except (OSError, RuntimeError) as error:  # of the connection or the device
             self._broken(error)
 
     def receive_all(self) -> None:
@@ -254,13 +255,13 @@ class _Connection:
             self._broken(error)
 
     def write_tensor(self, x: Tensor) -> None:
-        """Of host memory. Raises OSError."""
+        """Send x, which is in host memory. Raises OSError."""
         data = x.contiguous().view(-1).view(torch.uint8).numpy()
         self.write_number(len(data))
         self._socket.sendall(data.data)
 
     def read_tensor(self) -> Tensor:
-        """Its bytes, in host memory. Raises OSError."""
+        """Receive a tensor's bytes, in host memory. Raises OSError."""
         num_bytes = self.read_number()
         if num_bytes > _MAX_BYTES:
             raise ConnectionError(f"a tensor of {num_bytes} bytes")
@@ -297,5 +298,5 @@ class _Connection:
 
 
 def _overwrite(x: Tensor, data: Tensor) -> None:
-    """By its bytes in host memory; on a GPU in the order of the stream."""
+    """Copy `data`, bytes in host memory, to x; on a GPU in the order of the stream."""
     x.copy_(data.view(x.dtype).view(x.shape), non_blocking=True)

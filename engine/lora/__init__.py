@@ -1,1 +1,1 @@
-"""LoRA adapters of an engine: files, host memory, slots on the device, who may run with which."""
+"""LoRA adapters of an engine: files, host memory, device slots, and sequences waiting for them."""

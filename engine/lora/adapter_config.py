@@ -13,7 +13,7 @@ from .layout import TARGETS
 
 FILE = "adapter_config.json"
 
-# Fields that change what is computed, with the values at which they do not.
+# Fields that change the results, with the values at which they do not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
     "modules_to_save": (None, []),
@@ -33,14 +33,14 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """`scaling`: the factor of the product of both matrices."""
+    """The settings of an adapter. `scaling`: the factor of the product B A."""
 
     rank: int
     scaling: float
 
 
 def read_lora_config(folder: Path, max_rank: int) -> LoraConfig:
-    """Raises AdapterRefused, which names the file and the field."""
+    """Read and check adapter_config.json. Raises AdapterRefused, naming the file and the field."""
     path = folder / FILE
     try:
         fields = read_json(path)

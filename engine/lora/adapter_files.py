@@ -34,8 +34,8 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """One rank's part in host memory: `rows` [rank, row size], of the model's type. `order`: of
-    the rank group, by which other ranks, if any, have read their parts."""
+    """One rank's part of an adapter in host memory: `rows` [rank, row size], of the model's type.
+    `order`: the order of the RankGroup by which other ranks, if any, have read their parts."""
 
     digest: str
     rows: Tensor
@@ -49,14 +49,14 @@ class HostAdapter:
 def empty_rows(
     layout: Layout, max_rank: int, dtype: torch.dtype, *, is_pinned: bool = False
 ) -> Tensor:
-    """Host memory for any adapter, [max rank, row size], uninitialised."""
+    """Uninitialised host memory for an adapter of any rank: [max rank, row size]."""
     return torch.empty((max_rank, layout.row_size), dtype=dtype, pin_memory=is_pinned)
 
 
 def read_adapter(
     folder: Path, layout: Layout, max_rank: int, dtype: torch.dtype, *, is_pinned: bool = False
 ) -> HostAdapter:
-    """Raises AdapterRefused, which names the file, and the field or tensor."""
+    """Read this rank's part. Raises AdapterRefused, naming the file, and the field or tensor."""
     path = folder / FILE
     with _open(path) as file:
         config = read_lora_config(folder, max_rank)
@@ -164,8 +164,8 @@ def _open(path: Path) -> Iterator[Any]:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Identifies the file's present content. The file is opened, as NFS may report old attributes
-    for a name."""
+    """Identifies the file's current content. The file is opened because NFS may report stale
+    attributes for a path."""
     with path.open("rb") as file:
         found = os.fstat(file.fileno())
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -1,4 +1,4 @@
-"""The LoRA adapters in an engine's host memory and device slots, and sequences that wait for one.
+"""The LoRA adapters in an engine's host memory and device slots, and sequences waiting for a slot.
 
     request ─► slot with its adapter, or an unused one ─► scheduler
           └──► parked, first come, first served ─ a slot's last user leaves ─┘
@@ -6,7 +6,8 @@
 
 A sequence uses its slot from before it is queued until it ends or is held, also while preempted, so
 that no step has more adapters than there are slots. Requests without an adapter are not parked;
-those with one do not pass parked ones, or an adapter in constant use would keep its slot forever.
+those with an adapter do not overtake parked ones, or a constantly used adapter would keep its slot
+forever.
 Both tiers evict the least recently used adapter that is not in use. Host memory has room for at
 least as many adapters as there are slots, so there is always room for the next one.
 
@@ -26,7 +27,7 @@ from .adapter_files import HostAdapter
 
 
 class User(Protocol):
-    """What uses an adapter: a Sequence."""
+    """A user of an adapter: a Sequence."""
 
     adapter_slot: int | None
 
@@ -35,7 +36,7 @@ class User(Protocol):
 
 
 class Adapters(Protocol):
-    """The adapters of all ranks: RankAdapters, RankedAdapters."""
+    """The adapters of all ranks: RankAdapters or RankedAdapters."""
 
     def keep(self, adapter: HostAdapter) -> None: ...
 
@@ -51,7 +52,7 @@ U = TypeVar("U", bound=User)
 
 @dataclass(slots=True)
 class _Slot:
-    """`used_at`: when it was last taken, by the room's counter."""
+    """A device slot. `used_at`: the room's counter when the slot was last taken."""
 
     digest: str = ""
     num_users: int = 0
@@ -66,9 +67,9 @@ class AdapterRoom(Generic[U]):
         self._adapters = adapters
         self._slots = [_Slot() for _ in range(max_loras)]
         self._max_host_adapters = max_host_adapters
-        self._host: dict[str, int] = {}  # when each was last used, by digest
+        self._host: dict[str, int] = {}  # when each was last used (`_now`), by digest
         self._refused: set[Adapter] = set()  # could not be fetched; the next request fails
-        self._users: dict[U, int] = {}  # their slots
+        self._users: dict[U, int] = {}  # the slot of each user
         self.parked: deque[U] = deque()
         self._count = 0
         self.fetch: Callable[[Adapter], None] | None = None
@@ -84,7 +85,7 @@ class AdapterRoom(Generic[U]):
         return digest in self._host
 
     def has_room_for(self, digest: str) -> bool:
-        """Whether `keep` would take it."""
+        """Whether `keep` would accept an adapter with this digest."""
         is_full = len(self._host) >= self._max_host_adapters
         return digest in self._host or not is_full or bool(self._idle_for(digest))
 
@@ -122,14 +123,14 @@ class AdapterRoom(Generic[U]):
     # -- slots ------------------------------------------------------------------------------------
 
     def check(self, adapter: Adapter) -> None:
-        """Raises Unavailable if it is not in host memory and cannot be fetched."""
+        """Raise Unavailable if the adapter is not in host memory and cannot be fetched."""
         may_come = adapter.digest in self._host or self.fetch is not None
         if adapter in self._refused or not may_come:
             self._refused.discard(adapter)
             raise lacks(adapter)
 
     def enter(self, sequence: U) -> bool:
-        """Give a new sequence its slot. False: it is parked, until `unpark` returns it."""
+        """Give a new sequence its slot; False if it is parked until `unpark` returns it."""
         self.parked.append(sequence)
         return len(self.parked) == 1 and bool(self.unpark())
 
@@ -164,7 +165,7 @@ class AdapterRoom(Generic[U]):
         return True
 
     def unpark(self) -> list[U]:
-        """The parked sequences that have a slot now, in order of arrival."""
+        """Give parked sequences slots in order of arrival; returns those that got one."""
         found: list[U] = []
         while self.parked and self.take(self.parked[0]):
             found.append(self.parked.popleft())
@@ -172,7 +173,7 @@ class AdapterRoom(Generic[U]):
 
     def _find(self, adapter: Adapter) -> int | None:
         """The slot with the adapter, or else the least recently used idle one, if the adapter is in
-        host memory; if it is only missing there, it is fetched."""
+        host memory; if an idle slot exists but the adapter is missing there, it is fetched."""
         for index, slot in enumerate(self._slots):
             if slot.digest == adapter.digest:
                 return index

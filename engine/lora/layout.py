@@ -1,7 +1,7 @@
-"""Where an adapter's matrices lie in a row of the bank (kernels/lora/lora.py), by their names.
+"""The layout of an adapter's matrices in a row of the bank (kernels/lora/lora.py), by name.
 
-Built from the model's projections: each of several ranks has the part of A or B that fits its part
-of the weight, a stage of a pipeline those of its layers. Knows no file.
+Built from the model's projections: a rank has the part of A or B for its part of the weight, a
+pipeline stage the adapters of its layers. Knows no file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Layout:
     products: list[tuple[LinearBase, Place]] = field(default_factory=list)
     row_size: int = 0
     has_experts: bool = False
-    layers: LayerRange | None = None  # of a pipeline's stage
+    layers: LayerRange | None = None  # of this pipeline stage
 
     @classmethod
     def of(cls, model: Decoder) -> Layout:

@@ -2,7 +2,7 @@
 
     read (any thread) ─► keep ─► host memory ── load ──► slot of the bank ─► steps
 
-A copy into a slot is queued on the device after the launched steps and before the next one, so no
+A copy into a slot is queued on the device after the launched steps and before the next step, so no
 other ordering is needed; an adapter of rank 16 takes less than a step. Rank 0's AdapterRoom decides
 which adapter is where.
 """
@@ -65,7 +65,7 @@ class RankAdapters:
         not match `digest`."""
         is_gpu = self._device.type == "cuda"
         if is_gpu:
-            torch.cuda.set_device(self._device)  # this thread pins memory for it
+            torch.cuda.set_device(self._device)  # this thread pins memory for the device
         found = read_adapter(
             Path(path), self._layout, self._max_rank, self._dtype, is_pinned=is_gpu
         )

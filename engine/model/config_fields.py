@@ -1,4 +1,4 @@
-"""Reading one JSON object field by field: what is wrong is named with its file and field."""
+"""Reads one JSON object field by field; errors name the file and the field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...core.errors import StartupFailed
 
 
 class Fields:
-    """The fields of one JSON object; what is absent or null has the default."""
+    """The fields of one JSON object; an absent or null field has the default."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self._path = path

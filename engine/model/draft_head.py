@@ -1,20 +1,20 @@
-"""Draft heads: a decoder layer that reads what the model made of a token, and the token behind.
+"""Draft heads: a decoder layer that reads the model's hidden state of a token, and the next token.
 
 EAGLE-3 (Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
-Training-Time Test"), by the names of its published checkpoints:
+Training-Time Test"), with the weight names of its published checkpoints:
 
-    the model's layers  ─ inputs of three ─► fc ─┐         ┌───────────── for the draft behind
+    the model's layers  ─ inputs of three ─► fc ─┐         ┌───────────── for the next draft
     the next token ─► embedding ─► norm ─┐       ▼ state   │
                                          └► [ embed, norm(state) ] ─► attention ─► MLP ─► state
                                                                             norm ─► lm_head ─► d2t
 
 Multi-token prediction (MTP), as MiMo publishes it with the model:
 
-    the model's last norm ─► norm ─┐                      ┌───── for the draft behind
+    the model's last norm ─► norm ─┐                      ┌───── for the next draft
     the next token ─► embedding ─► norm ─► input_proj ─► layer ─► norm ─► the model's LM head
 
-At position p a head reads the state of p and token p + 1, and drafts token p + 2. Behind the last
-token that is known it reads its own state. Knows no file and no step.
+At position p a head reads the state of p and token p + 1, and drafts token p + 2. After the last
+known token it reads its own state. Knows no file and no step.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ class DraftHead(Protocol):
     hidden_size: int
 
     def fuse(self, features: Tensor) -> Tensor:
-        """What a step of the model kept [tokens, features] -> states [tokens, hidden]."""
+        """`Decoder.kept` of a step [tokens, features] -> states [tokens, hidden]."""
         ...
 
     def forward(
         self, token_ids: Tensor, states: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> Tensor:
-        """The states [tokens, hidden] behind `states`, with the tokens that follow them; may
-        overwrite `states`. `positions` [tokens] are those of the states."""
+        """The next states [tokens, hidden], from `states` and the tokens that follow them; may
+        overwrite `states`. `positions` [tokens]: the positions of `states`."""
         ...
 
     def logits(self, states: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, the model's vocabulary]; -inf: never drafted."""
+        """[rows, hidden] -> [rows, the model's vocabulary]; -inf for tokens never drafted."""
         ...
 
 
 class Eagle3Head:
-    """`config`: the head's own. Its `lm_head` has `num_drafted` ids; id i means the model's
-    i + offsets[i], which are to be filled. What is not given of the model's is its own.
-    `targets`: every tensor of floats that a checkpoint must have."""
+    """An EAGLE-3 head, with its own `config`. Its LM head has `num_drafted` ids; id i is the
+    model's id i + offsets[i]; the loader fills `offsets`. `embed`, `lm_head`: those of the model;
+    None: the head has its own. `targets`: all float tensors that a checkpoint must have."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Eagle3Head:
         residual = normed if self._has_normed_residual else states
         attended = self._attention(both, self._rotary(positions), attention)
         x = self._mlp(self._post_attention_norm.add(attended, residual))
-        self._norm.add(x, residual)  # for the sum alone
+        self._norm.add(x, residual)  # only the sum is needed
         return residual
 
     def logits(self, states: Tensor) -> Tensor:
@@ -126,8 +126,8 @@ class Eagle3Head:
 
 
 class MtpHead:
-    """`prefix`: of its weights. The embedding and the LM head are the model's. `targets`: every
-    tensor that a checkpoint must have beside the model's."""
+    """An MTP head, whose weight names begin with `prefix`. It uses the model's embedding and LM
+    head. `targets`: the tensors that a checkpoint must have beside the model's."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class MtpHead:
         self, token_ids: Tensor, states: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> Tensor:
         """See DraftHead."""
-        # At position 0 it was trained without the token.
+        # At position 0 the head was trained with a zero embedding.
         tokens = self._embed(token_ids).masked_fill((positions == 0)[:, None], 0)
         embedded, normed = self._token_norm(tokens), self._hidden_norm(states)
         assert isinstance(embedded, Tensor) and isinstance(normed, Tensor)

@@ -1,7 +1,7 @@
-"""What must be equal on two engines before one may use the other's KV: named fields.
+"""The named fields that must be equal on two engines before one may use the other's KV.
 
-Compared field by field at pair set-up, so that a refusal names what differs; `short` is the one
-string that membership entries and block hashes carry.
+They are compared field by field at pair set-up, so that a refusal names the fields that differ;
+`short` is the digest in membership entries and block hashes.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def fingerprint_fields(
 
 
 def short(fields: Mapping[str, str]) -> str:
-    """32 hex digits over all fields, in whatever order they come."""
+    """A digest of all fields in any order: 32 hex digits."""
     return _digest(dict(fields))
 
 
 def model_hash(model: ModelConfig, weights: str) -> str:
-    """Of everything that the model's numbers follow from; `weights` as above."""
+    """A digest of all that determines the model's results; `weights`: see fingerprint_fields."""
     essentials = dataclasses.asdict(model)
-    # Neither changes a number that is computed: the limit, and the type weights were stored in.
+    # These two change no result: the length limit, and the type that weights were stored in.
     del essentials["max_position_embeddings"], essentials["dtype"]
-    essentials["rope"] = repr(model.rope)  # with the scaling's type, which asdict leaves out
+    essentials["rope"] = repr(model.rope)  # includes the scaling's type, which asdict leaves out
     return _digest({"config": essentials, "weights": weights})
 
 

@@ -68,7 +68,7 @@ class LinearBase:
     outputs: Sequence[Outputs]
     inputs: tuple[int, int, int]
     adapters: StepAdapters | None = field(default=None, init=False)
-    place: Place = field(init=False)  # of its adapters' weights
+    place: Place = field(init=False)  # of this product's adapter weights
 
     @property
     def fp8_weight(self) -> Fp8Weight | None:

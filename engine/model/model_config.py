@@ -1,8 +1,8 @@
-"""A model's config.json, checked once: sizes, RoPE, windows, which weights there are.
+"""A model's config.json, checked once: sizes, RoPE, windows, and which weights there are.
 
-Reads what transformers 5 writes (`dtype`, `layer_types`) and what came before it (`torch_dtype`,
-`max_window_layers`). ARCHITECTURES is what an architecture's name alone decides. Knows no tensor;
-refuses by name what this engine cannot compute.
+Reads the fields of transformers 5 (`dtype`, `layer_types`) and of older versions (`torch_dtype`,
+`max_window_layers`). ARCHITECTURES holds what follows from an architecture's name alone. Rejects
+unsupported configurations, naming the field. Knows no tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Bias(enum.Enum):
 
 
 class SlidingWindow(enum.Enum):
-    """Which layers see the last `sliding_window` positions only."""
+    """Which layers attend only to the last `sliding_window` positions."""
 
     NONE = "none"
     ALL = "all, if sliding_window is set"
@@ -40,16 +40,16 @@ class SlidingWindow(enum.Enum):
 class ExpertsRule:
     """How an architecture's mixture of experts differs from Qwen3-MoE's."""
 
-    part: str = "mlp"  # of a layer, in published checkpoints
+    part: str = "mlp"  # name in a layer, in published checkpoints
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     inner_field: str = "moe_intermediate_size"
     has_normed_weights: bool | None = None  # None: by norm_topk_prob
-    has_shared: bool = False  # and one more expert for all tokens, by a gate of its own
+    has_shared: bool = False  # a shared expert for all tokens, with its own gate
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How a decoder differs from the plainest one."""
+    """How an architecture's decoder differs from the plainest decoder."""
 
     bias: Bias = Bias.NONE
     has_mlp_bias_field: bool = False
@@ -57,8 +57,8 @@ class Architecture:
     window: SlidingWindow = SlidingWindow.NONE
     experts: ExpertsRule | None = None
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    mtp_prefix: str | None = None  # of a head for multi-token prediction, and the layer in it
-    has_foreign_code: bool = False  # auto_map names what this row says
+    mtp_prefix: str | None = None  # weight prefix of the MTP head and its layer
+    has_foreign_code: bool = False  # auto_map is allowed: its code computes what this row describes
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -124,7 +124,7 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope: RopeConfig
-    windows: tuple[int | None, ...]  # of each layer: a position sees so many, itself included
+    windows: tuple[int | None, ...]  # by layer: how many positions a token attends to, with its own
     experts: ExpertsConfig | None
     has_tied_embeddings: bool
     has_qkv_bias: bool
@@ -137,11 +137,11 @@ class ModelConfig:
 
     @property
     def max_context_tokens(self) -> int:
-        """The longest context that may be asked for, RoPE stretched as far as it was made for."""
+        """The longest context that may be requested, with RoPE scaled as far as it is made for."""
         return self.rope.max_tokens(self.max_position_embeddings)
 
     def smallest_window(self, max_model_len: int) -> int | None:
-        """None if contexts of `max_model_len` tokens fit into every layer's window."""
+        """The smallest window; None if `max_model_len` tokens fit into every layer's window."""
         windows = [size for size in self.windows if size is not None and size < max_model_len]
         return min(windows, default=None)
 
@@ -153,8 +153,8 @@ def read_model_config(
 ) -> ModelConfig:
     """Read config.json. Raises StartupFailed, naming the field, if it cannot be served.
 
-    `quantization`: --quantization, for a checkpoint that is not quantised. `known`: what may be in
-    `architectures`.
+    `quantization`: --quantization, for a checkpoint that is not quantised. `known`: the supported
+    architectures.
     """
     fields = Fields(model_dir / "config.json", read_json(model_dir / "config.json"))
     name = _architecture_name(fields, known)
@@ -225,7 +225,7 @@ def _refuse_unsupported(fields: Fields, architecture: Architecture) -> None:
 
 
 def _windows(fields: Fields, architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer; `layer_types` must be what the architecture computes."""
+    """The window of each layer; `layer_types` must agree with the architecture."""
     rule, size = architecture.window, None
     is_asked = rule is SlidingWindow.ALL or fields.flag("use_sliding_window")
     if rule is SlidingWindow.NONE and is_asked:

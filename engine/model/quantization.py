@@ -1,14 +1,13 @@
 """How a checkpoint's weights are quantised: `quantization_config` of config.json, checked once.
 
-    quant_method          scales                              what stays as it is
+    quant_method          one scale for each                  field with unquantised modules
     fp8                   128 x 128, weight_block_size        modules_to_not_convert, ignored_layers
-    fp8                   one a tensor                        the same
+    fp8                   tensor                              the same
     compressed-tensors    channel, tensor or block            ignore
-    gptq, awq             groups of inputs, or channel        modules_to_not_convert
-    compressed-tensors    groups of inputs, or channel        ignore
+    gptq, awq             group of inputs, or channel         modules_to_not_convert
+    compressed-tensors    group of inputs, or channel         ignore
 
-The first three are of e4m3, the others of four bits. Standard library only. What is none of these
-is rejected by name.
+The first three are e4m3, the others four bits. All else is rejected by name. Standard library only.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _STRATEGIES = {"tensor": TENSOR_SCALED, "channel": ROW_SCALED, "block": BLOCK_SC
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Which projections have weights in FP8 or int4, and how their scales lie in the checkpoint."""
+    """Which projections have weights in FP8 or int4, and how the checkpoint stores their scales."""
 
-    scaling: str  # TENSOR_SCALED, ROW_SCALED or BLOCK_SCALED; of int4 GROUP_SCALED
-    scale_suffix: str | None  # behind a projection's name; None: quantised as it is loaded
-    unconverted: tuple[str, ...] = ()  # names, parts of names between dots, and re: patterns
-    has_input_scales: bool = False  # in the checkpoint; activations are scaled by themselves here
+    scaling: str  # TENSOR_SCALED, ROW_SCALED or BLOCK_SCALED; int4: GROUP_SCALED
+    scale_suffix: str | None  # after a projection's name; None: quantise while loading
+    unconverted: tuple[str, ...] = ()  # names, parts of names between dots, and "re:" patterns
+    has_input_scales: bool = False  # in the checkpoint, unused: activations are scaled dynamically
     int4: Int4 | None = None
 
     def covers(self, name: str) -> bool:
@@ -40,21 +39,21 @@ class Quantization:
         return not any(_matches(entry, name) for entry in self.unconverted)
 
     def scale_of(self, name: str) -> str | None:
-        """The checkpoint's tensor with the scales of projection `name`."""
+        """The name of the checkpoint's tensor with the scales of projection `name`."""
         return None if self.scale_suffix is None else name + self.scale_suffix
 
     def ignored(self, names: Iterable[str]) -> frozenset[str]:
-        """Tensors of these projections that may be in the checkpoint and are not read."""
+        """Tensors of these projections that the checkpoint may have and that are not read."""
         return frozenset(f"{name}.input_scale" for name in names if self.has_input_scales)
 
     @property
     def bytes_per_weight(self) -> float:
-        """In memory, where it stays quantised; scales with it in int4."""
+        """In memory, if weights stay quantised; for int4 including scales."""
         return 1 if self.int4 is None else 0.5 + 4 / (self.int4.group_size or BLOCK)
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A description for people."""
         if self.int4 is not None:
             size = self.int4.group_size
             return "int4 weights, a scale for each " + (f"{size} inputs" if size else "output")
@@ -62,7 +61,7 @@ class Quantization:
 
 
 def stays_packed(quantization: Quantization | None, dtype: str) -> bool:
-    """Whether GPUs multiply with weights as they are quantised, in models of `dtype`."""
+    """Whether GPUs compute with the quantised weights, without dequantising them, in `dtype`."""
     if quantization is None:
         return False
     if quantization.int4 is not None:
@@ -71,12 +70,12 @@ def stays_packed(quantization: Quantization | None, dtype: str) -> bool:
 
 
 def experts_stay_packed(hidden: int, inner: int) -> bool:
-    """Whether GPUs multiply with experts of these sizes, of one rank, as they are in int4: both
-    matrices of each have inputs that kernels' chunks divide."""
+    """Whether GPUs compute with int4 experts of these sizes on one rank without dequantising them:
+    the inputs of both matrices must be multiples of the kernels' chunks."""
     return not (hidden % BLOCK or inner % BLOCK)
 
 
-# What --quantization asks for.
+# The values of --quantization.
 _ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")
 _NEVER = ("lm_head", *_ROUTERS)
 AT_LOAD = {
@@ -94,7 +93,7 @@ def _matches(entry: str, name: str) -> bool:
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
-    """None for a checkpoint of plain floats; `fields` are config.json's."""
+    """The quantization in config.json, `fields`; None for a checkpoint of plain floats."""
     section = fields.section("quantization_config")
     if not section:
         return None
@@ -126,7 +125,7 @@ def _read_fp8(section: Fields) -> Quantization:
         raise section.error(f"quantization_config: fmt {kind!r} is not supported, only e4m3")
     has_input_scales = _one_of(section, "activation_scheme", ("dynamic", "static")) == "static"
     unconverted = (
-        "lm_head",  # by convention, named or not
+        "lm_head",  # by convention, whether listed or not
         *_strings(section, "modules_to_not_convert"),
         *_strings(section, "ignored_layers"),
     )
@@ -172,7 +171,7 @@ def _in_int4(int4: Int4, unconverted: tuple[str, ...]) -> Quantization:
 
 
 def _group_size(section: Fields) -> int | None:
-    """Of weights of four bits; None for a scale of all inputs."""
+    """The group size of four-bit weights; None if all inputs of an output share a scale."""
     if section.get("bits") != 4:
         raise section.error(
             f"quantization_config: bits {section.get('bits')!r} is not supported, only 4"

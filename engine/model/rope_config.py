@@ -1,7 +1,7 @@
-"""Which rotary embedding a config.json sets: base, and how it is stretched to longer contexts.
+"""The rotary embedding that a config.json sets: base, and scaling to longer contexts.
 
-Values only; the angles are computed by layers.py. Reads `rope_parameters` of transformers 5,
-also by layer type, and the older `rope_theta` and `rope_scaling`, which wins as it does there.
+Values only; rotary.py and layers.py compute the angles. Reads `rope_parameters` of transformers 5,
+also by layer type, and the older `rope_theta` and `rope_scaling`, which has priority as there.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class YarnScaling:
     attention_factor: float
     beta_fast: float
     beta_slow: float
-    is_truncated: bool  # the range of dimensions between the two is widened to whole ones
+    is_truncated: bool  # dimensions between the two are rounded outwards to integers
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """How Llama 3.1 stretches RoPE to longer contexts."""
+    """Llama 3.1's scaling of RoPE to longer contexts."""
 
     factor: float
     low_freq_factor: float
@@ -60,14 +60,14 @@ Scaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: base, and how it is stretched, if it is."""
+    """Rotary embedding: base, and scaling if any."""
 
     theta: float
     scaling: Scaling | None
 
     def max_tokens(self, max_position_embeddings: int) -> int:
-        """The longest context that the scaling is made for; `max_position_embeddings` if that is
-        it already (Llama 3.1's is that of the stretched model)."""
+        """The longest context that the scaling is made for; `max_position_embeddings` without
+        scaling, and for Llama 3.1, where it is that of the scaled model."""
         match self.scaling:
             case LinearScaling(factor) | DynamicScaling(factor):
                 return int(max_position_embeddings * factor)
@@ -77,7 +77,7 @@ class RopeConfig:
 
 
 def read_rope(fields: Fields) -> RopeConfig:
-    """The one RopeConfig of all layers. Raises StartupFailed, naming what is not supported."""
+    """The RopeConfig of all layers. Raises StartupFailed, naming an unsupported field."""
     section = fields.section("rope_scaling") or fields.section("rope_parameters")
     if fields.number("partial_rotary_factor", 1.0) != 1:
         raise fields.error("partial_rotary_factor is not supported")
@@ -132,7 +132,7 @@ def _yarn(section: Fields, fields: Fields) -> YarnScaling:
 
 
 def _attention_factor(section: Fields, factor: float) -> float:
-    """YaRN, section 3.4, weighted as DeepSeek's configurations ask for."""
+    """YaRN, section 3.4, with the weights `mscale` of DeepSeek's configurations."""
 
     def temperature(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

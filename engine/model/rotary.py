@@ -1,4 +1,4 @@
-"""How fast pairs of dimensions turn in rotary embeddings, with the scalings of long contexts."""
+"""The inverse frequencies of rotary embeddings, with the scalings for long contexts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_rotary_embedding(rope: RopeConfig, head_dim: int, device: torch.device)
 def inv_freq(rope: RopeConfig, head_dim: int) -> Tensor:
     """The angle per position of each pair of dimensions, [head_dim / 2] float32.
 
-    Not for DynamicScaling, which has one for each length.
+    Not for DynamicScaling, whose angles depend on the length.
     """
     plain: Tensor = 1.0 / (rope.theta ** _exponents(head_dim))
     match rope.scaling:
@@ -39,9 +39,10 @@ def inv_freq(rope: RopeConfig, head_dim: int) -> Tensor:
 def dynamic_inv_freq(theta: float, scaling: DynamicScaling, head_dim: int) -> Tensor:
     """NTK-aware scaling: [1 + positions beyond the trained length, head_dim / 2] float32.
 
-    Row 0 is for all positions within it. A position's base is that of a sequence which ends there:
-    transformers' own, when it decodes token by token. (It computes a prompt beyond the trained
-    length with the base of its end.) A table, because a vectorised power rounds by its place.
+    Row 0 is for all positions within it. A position has the base of a sequence that ends there, as
+    in transformers when it decodes token by token. (For a prompt beyond the trained length it uses
+    the base of the prompt's end.) A table, because a vectorised power rounds differently depending
+    on an element's place.
     """
     length, factor = scaling.max_position_embeddings, scaling.factor
     ends = torch.arange(length, int(length * factor) + 1, dtype=torch.float64)
@@ -55,8 +56,8 @@ def _exponents(head_dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, s: Llama3Scaling) -> Tensor:
-    """Wavelengths above original / low_freq_factor are divided by `factor`, those below
-    original / high_freq_factor stay, between the two it is interpolated (Llama 3.1)."""
+    """Frequencies of wavelengths above original / low_freq_factor are divided by `factor`, those
+    below original / high_freq_factor stay; in between they are interpolated (Llama 3.1)."""
     turns = s.original_max_position_embeddings * plain / (2 * math.pi)
     share = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     share = share.clamp(0, 1)  # 1: unchanged, 0: divided by the factor
@@ -65,7 +66,8 @@ def _llama3(plain: Tensor, s: Llama3Scaling) -> Tensor:
 
 def _yarn(plain: Tensor, theta: float, s: YarnScaling) -> Tensor:
     """NTK by parts (YaRN, section 3.2): pairs that turn more than `beta_fast` times within the
-    trained length stay, those below `beta_slow` are divided, between the two by their number."""
+    trained length stay, those below `beta_slow` are divided by `factor`; in between the two are
+    mixed linearly by the pair's index."""
     dim = 2 * len(plain)
 
     def pair_that_turns(times: float) -> float:

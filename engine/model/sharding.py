@@ -1,9 +1,9 @@
-"""The part of a model that one rank holds: tensor parallelism as arithmetic.
+"""The part of a model that one rank holds: the arithmetic of tensor parallelism.
 
     heads         0 1 | 2 3 | 4 5 | 6 7      4 ranks, 8 heads, 2 KV heads: a KV head is on all
     KV heads       0  |  0  |  1  |  1       ranks whose heads use it
     vocabulary    ceil(vocab / 4) rows each, on the last ranks partly padding
-    experts       a part of each one's inner dimension; with --enable-expert-parallel some whole
+    experts       a part of each inner dimension; whole experts with --enable-expert-parallel
 
 Knows no tensor and no process.
 """
@@ -84,8 +84,8 @@ def _why_not_even(config: ModelConfig, size: int, has_expert_parallel: bool) -> 
 def _why_not_quantised(
     config: ModelConfig, size: int, *, has_expert_parallel: bool, stays_quantised: bool
 ) -> str:
-    """Why a rank's part would cut a block of weights that has one scale, or of int4 in a checkpoint
-    a group or word; empty if none does."""
+    """Why a rank's part would split a block of weights that shares a scale, or a group or word of
+    int4 in a checkpoint; empty if it would not."""
     quantization, inners = config.quantization, _inner_sizes(config)
     if quantization is None:
         return ""

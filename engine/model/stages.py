@@ -1,4 +1,4 @@
-"""The stages of a pipeline: the layers of each, as arithmetic, and a rank's place among them.
+"""The stages of a pipeline: which layers each computes, and a rank's place among the stages.
 
     stage 0                   stage 1          stage 2
     embedding, layers 0..11   layers 12..22    layers 23..31, norm, LM head
@@ -56,11 +56,11 @@ class Stages:
         """Call before the first operation."""
 
     def begin(self) -> None:
-        """All is loaded and captured: only `receive` and `send` follow. Before this call these two
-        need not transfer anything, since nobody uses the results."""
+        """Call once all is loaded and captured; only `receive` and `send` follow. Before this call
+        these two need not transfer anything, since the results are not used."""
 
     def receive(self, x: Tensor) -> None:
-        """Overwrite x with what the previous stage sends, of the same shape and type."""
+        """Overwrite x with the previous stage's tensor, of the same shape and type."""
         raise AssertionError("the first stage has nobody to receive from")
 
     def send(self, x: Tensor) -> None:
@@ -81,7 +81,7 @@ class Stages:
 
 def layer_ranges(config: ModelConfig, num_stages: int, *, decodes: bool = True) -> list[LayerRange]:
     """The layers of each of `num_stages` stages; `decodes`: else the engine computes only prompts.
-    Raises StartupFailed if there are too few layers."""
+    Raises StartupFailed if there are fewer layers than stages."""
     num_layers = config.num_layers
     if num_stages > num_layers:
         raise StartupFailed(
@@ -114,8 +114,8 @@ def _divide(
     cost: Callable[[int, int], int],
     is_allowed: Callable[[int, int], bool],
 ) -> tuple[int, list[int]]:
-    """The smallest possible cost of the most expensive stage, and the end of each stage. Of equal
-    divisions the one with longer earlier stages."""
+    """The smallest possible cost of the most expensive stage, and the end of each stage. Among
+    equal divisions, the one with longer earlier stages is chosen."""
 
     @cache
     def best(first: int, stages: int) -> tuple[int, list[int]] | None:
@@ -137,8 +137,7 @@ def _divide(
 
 
 def _layer_weights(config: ModelConfig, index: int, *, of_a_token: bool = False) -> int:
-    """The number of weights of a layer; with `of_a_token` of those that one token is multiplied
-    by."""
+    """The number of weights of a layer; `of_a_token`: of those that one token is multiplied by."""
     width, experts = config.hidden_size, config.experts
     attention = 2 * width * config.head_dim * (config.num_heads + config.num_kv_heads)
     if experts is None or index not in experts.layers:

@@ -1,1 +1,1 @@
-"""Several ranks as one engine: processes, messages, sums."""
+"""One engine of several ranks: processes, messages, collectives."""

@@ -1,4 +1,4 @@
-"""The loopback, where the processes of one engine find each other and nobody else finds them."""
+"""Rendezvous of the ranks of one engine on the loopback, out of reach of other hosts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def make_store(fd: int | None = None) -> c10d.TCPStore:
-    """Rank 0's: listens on a free port of the loopback, and nowhere else. `fd`: of a socket that
-    listens there already."""
+    """The store of rank 0, which listens on a free port of the loopback only. `fd`: a socket that
+    already listens there."""
     with (
         socket.create_server((_LOOPBACK, 0)) if fd is None else socket.socket(fileno=fd) as listener
     ):
@@ -32,7 +32,7 @@ def make_store(fd: int | None = None) -> c10d.TCPStore:
 
 
 def connect_store(port: int) -> c10d.TCPStore:
-    """Another rank's view of it."""
+    """Connect another rank to the store at `port`."""
     return c10d.TCPStore(
         _LOOPBACK, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False
     )
@@ -41,8 +41,8 @@ def connect_store(port: int) -> c10d.TCPStore:
 def connect_gloo(
     store: c10d.Store, rank: int, size: int, timeouts_s: tuple[float, float], what: str
 ) -> Any:
-    """A ProcessGroupGloo; `timeouts_s`: of connecting, and of an operation. Raises StartupFailed,
-    which names `what` it does not connect."""
+    """A ProcessGroupGloo. `timeouts_s`: of connecting, and of an operation. `what`: the name of
+    the processes in the message of StartupFailed, raised if they do not connect."""
     gloo: Any = c10d.ProcessGroupGloo
     to_connect, to_operate = (timedelta(seconds=timeout_s) for timeout_s in timeouts_s)
     options = gloo._Options()

@@ -1,16 +1,15 @@
-"""Several ranks as one Runner: every step goes to the others, then to this rank.
+"""Several ranks as one Runner: every step is sent to the other ranks, then launched on rank 0.
 
     launch ──► step message to ranks 1, 2, ...          all launch the same step, in the same order
-           └─► this rank's runner ──► collect           its results are those of all
+           └─► this rank's runner ──► collect           all ranks have the same results
 
-All ranks sample the same token from the same bits, so a step that follows another one needs no
-token from rank 0. That this rank's step has completed means that every rank has done its part of it
-as far as KV goes: its last sum over the ranks lacked no rank.
+All ranks sample the same token from the same bits, so a step that follows another step needs no
+token from rank 0. When rank 0's step has completed, every rank has written the step's KV: the last
+all-reduce of the step needs all ranks.
 
-A step is sent as MessagePack: the columns of its decodes, and a list of the other slices, each the
-fields of a SequenceSlice. Columns are bytes of their numbers, tokens and targets of uint32, block
-ids of int32. Decoding trusts the sender: both ends are one
-engine.
+A step is sent as MessagePack: the columns of its decodes, and a list of the other slices, each as
+the fields of a SequenceSlice. Columns are raw bytes: tokens and targets uint32, block ids int32.
+The message is not validated: both ends belong to one engine.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class _ParallelStep:
         return self.mine.device_s
 
     def has_completed(self) -> bool:
-        self.followers.check()  # a device that waits for a lost rank is never done
+        self.followers.check()  # a device that waits for a lost rank never completes
         try:
             return self.mine.has_completed()
         except EngineFailed as error:
@@ -71,7 +70,7 @@ class _ParallelStep:
 
 
 class ParallelRunner:
-    """`mine` is rank 0's. A step that fails raises what was reported by the rank that caused it."""
+    """`mine`: rank 0's runner. A step that fails raises the error that the failed rank sent."""
 
     def __init__(self, mine: Runner, followers: RankGroup) -> None:
         self._mine = mine
@@ -89,18 +88,18 @@ class ParallelRunner:
             raise self._followers.explain(error) from error
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """On the others it is done before whatever is sent to them next."""
+        """The other ranks copy before they run any message sent later."""
         self._followers.copy_blocks(pairs)
         self._mine.copy_blocks(pairs)
 
 
-# What a sampler looks at; the other parameters are rank 0's to judge. Those behind the temperature
-# are sent where one of them is set.
+# The sampling parameters that a sampler reads; rank 0 alone handles the others. All but the
+# temperature are sent only if at least one of them is set.
 _PARAMETERS = [
     *(name for name, one in SAMPLING.items() if isinstance(one.default, float)),
     *("top_k", "logprobs", "logit_bias"),
 ]
-_PARAMETERS.sort(key="temperature".__ne__)  # the first
+_PARAMETERS.sort(key="temperature".__ne__)  # to the front
 _values_of = attrgetter(*_PARAMETERS)
 _UNSET = _values_of(SamplingParams())[1:]
 
@@ -110,14 +109,14 @@ _decoder = msgspec.msgpack.Decoder()
 
 @dataclass(frozen=True, slots=True)
 class _SentCounts:
-    """`sample_spec.Counts` of another rank."""
+    """`sample_spec.Counts` as another rank receives them."""
 
     token_ids: NDArray[np.int64]
     counts: NDArray[np.int64]
 
 
 def encode(batch: Sequence[SequenceSlice]) -> bytes:
-    """The message of one step; the counts of penalties are copied."""
+    """Encode a step as a message; the token counts of penalties are copied."""
     batch = StepBatch.of(batch)
     others = [
         (
@@ -141,7 +140,7 @@ def encode(batch: Sequence[SequenceSlice]) -> bytes:
 
 def _sent_columns(decodes: DecodeColumns) -> tuple[Any, ...]:
     numbers = (decodes.token_ids, decodes.starts, decodes.blocks, decodes.follows, decodes.keys)
-    few = {*decodes.special, *decodes.asking}  # of the others the temperature is all
+    few = {*decodes.special, *decodes.asking}  # the other rows need only their temperature
     params = [(row, _values_of(decodes.params[row])) for row in few]
     tables = join_tables(decodes.block_tables)
     specs = [(row, _sent(spec)) for row, spec in decodes.specs.items()]
@@ -164,7 +163,7 @@ def _sent(spec: SampleSpec) -> tuple[Any, ...]:
 
 
 def decode(message: memoryview) -> StepBatch:
-    """The batch again, its sequences as views of bytes."""
+    """Decode a step; its arrays are views of the message."""
     columns, slices = _decoder.decode(message)
     others = [
         SequenceSlice(

@@ -1,8 +1,8 @@
-"""Memory of the GPUs of one engine that they write to each other's, and the sums made with it.
+"""All-reduces of small tensors: the GPUs of one engine write to each other's memory.
 
     cudaMalloc ─► IPC handle ─► channels ─► every other rank maps it     once, when ranks connect
 
-The sums themselves are kernels/peer_reduce_triton.py. No NVLink multicast.
+The kernels are in kernels/peer_reduce_triton.py. No NVLink multicast.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ..kv.cuda_memory import CudaAllocation, MappedMemory, MappingFailed, map_ha
 
 log = logging.getLogger(__name__)
 
-# That a rank sends; above, sums go in parts. On four H100s both take as long where 384 KiB are
-# sent, and parts half as long where it is 1.5 MiB (python -m baton.bench.allreduce --ranks 4).
+# Bytes that a rank sends at once; above this, sums go in parts. On four H100s both take equally
+# long at 384 KiB, and parts half as long at 1.5 MiB (python -m baton.bench.allreduce --ranks 4).
 _LARGEST_AT_ONCE_BYTES = 512 << 10
-_FEWEST_ROWS = 8  # of one kernel for sum and norm: it has a program a row
+_FEWEST_ROWS = 8  # for the fused sum and norm, which runs one program per row
 
 
 class PeerReduce:
@@ -42,8 +42,8 @@ class PeerReduce:
     def __init__(
         self, own: CudaAllocation, handles: Sequence[bytes], rank: int, device: torch.device
     ) -> None:
-        """`own` is this rank's exchange memory, from now on this object's; `handles` are those of
-        all ranks'. Raises StartupFailed if a peer's memory cannot be mapped."""
+        """`own`: this rank's exchange memory, which this object takes over; `handles`: of all
+        ranks' exchange memories. Raises StartupFailed if a peer's memory cannot be mapped."""
         self._own = own
         self._mapped = {
             peer: _map(handle, device) for peer, handle in enumerate(handles) if peer != rank
@@ -52,15 +52,15 @@ class PeerReduce:
         addresses = [memory.address for memory in memories]
         bases = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.exchange = Exchange(bases, rank)
-        self._sent_bytes = 0  # of a product that no norm has taken up yet
+        self._sent_bytes = 0  # of a sent product that no add_rms_norm has read yet
 
     def can_reduce(self, x: Tensor) -> bool:
-        """Whether x is of numbers of 2 or 4 bytes, contiguous, and small enough to be worth it."""
+        """Whether x is contiguous, of 2- or 4-byte floats, and small enough to be worth it."""
         is_number = x.is_floating_point() and x.itemsize in (2, 4)
         return is_number and x.nbytes <= MAX_BYTES and x.is_contiguous()
 
     def can_reduce_rows(self, x: Tensor) -> bool:
-        """Whether add_rms_norm is the way: x [rows, dim] has neither few rows nor many or long."""
+        """Whether to use add_rms_norm for x [rows, dim], by the number and size of rows."""
         num_rows, dim = x.shape
         has_rows = _FEWEST_ROWS <= num_rows <= MAX_ROWS and dim * x.itemsize <= MAX_ROW_BYTES
         return has_rows and self.can_reduce(x)
@@ -70,13 +70,13 @@ class PeerReduce:
         return self.sum(x, in_parts=self._goes_in_parts(x.nbytes))
 
     def sum(self, x: Tensor, *, in_parts: bool) -> Tensor:
-        """`all_reduce` in one way or the other: see peer_reduce_triton.py."""
+        """`all_reduce`, in parts or at once: see peer_reduce_triton.py."""
         assert not self._sent_bytes, "its words lie where this sum's would"
         return peer_sum(x, self.exchange, in_parts=in_parts)
 
     def send_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Launch a product that sends itself to the ranks, for the `add_rms_norm` that must follow;
-        False if there is no such kernel for it. x [rows, inputs], weight [outputs, inputs]."""
+        """Launch a GEMM that sends its result to all ranks for the `add_rms_norm` that must follow;
+        False if no kernel supports it. x [rows, inputs], weight [outputs, inputs]."""
         assert not self._sent_bytes, "its words lie where this one's would"
         if len(weight) * x.itemsize > MAX_ROW_BYTES:
             return False
@@ -90,8 +90,8 @@ class PeerReduce:
     def add_rms_norm(
         self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float
     ) -> Tensor:
-        """Add the sum over all ranks to `residual` in place; the norm of that. Without x it is the
-        sum of what was sent."""
+        """Add the sum of x over all ranks to `residual` in place; returns the norm of the result.
+        x is None after `send_product`, whose products are then summed."""
         assert self._sent_bytes == (residual.nbytes if x is None else 0)
         self._sent_bytes = 0
         in_parts = self._goes_in_parts(residual.nbytes)
@@ -121,7 +121,7 @@ def allocate_exchange(size: int, device: torch.device) -> CudaAllocation | None:
 def connect_peers(
     own: CudaAllocation | None, handles: Sequence[bytes], rank: int, device: torch.device
 ) -> PeerReduce | None:
-    """None if a rank has no memory to exchange, and so no handle: all come to the same answer."""
+    """None if a rank has no exchange memory, and so no handle: all ranks decide alike."""
     if own is not None and all(handles):
         return PeerReduce(own, handles, rank, device)
     if own is not None:
@@ -131,13 +131,13 @@ def connect_peers(
 
 
 def _reads_all_peers(device: torch.device) -> bool:
-    """Whether this GPU reads all others that this process sees; the ranks' are among them."""
+    """Whether this GPU can access all other visible GPUs, which include those of the ranks."""
     others = (index for index in range(torch.cuda.device_count()) if index != device.index)
     return all(torch.cuda.can_device_access_peer(device, other) for other in others)
 
 
 def _map(handle: bytes, device: torch.device) -> MappedMemory:
-    """A peer's memory."""
+    """Map a peer's memory. Raises StartupFailed."""
     try:
         return map_handle(handle, device)
     except MappingFailed as error:

@@ -1,12 +1,12 @@
-"""The stages of a pipeline as one Runner: a step goes through all of them, several at once.
+"""The stages of a pipeline as one Runner; several steps are in flight at once.
 
     rank 0, stage 0     launch n | launch n+1 | launch n+2 | ...
     stage 1             step n-1 | step n     | step n+1       residual stream from stage 0
     last stage          step n-2 | step n-1   | step n         samples: RESULT to rank 0
 
-Every rank gets every step message, in one order. The ranks of the last stage sample alike; the
-first of them sends what was sampled. Unlike a step on ranks of one stage, a step here has completed
-when its result has come: that means that all stages have written its KV.
+Every rank gets every step message, in the same order. The ranks of the last stage sample the same
+tokens; the first of them sends the tokens to rank 0. Unlike a step of an engine of one stage, a
+step has completed when rank 0 has its result: then all stages have written its KV.
 
     RESULT    MessagePack: StepResult
 """
@@ -28,11 +28,11 @@ from .parallel_runner import ParallelRunner, encode
 from .rank_channel import MessageKind, RankChannel
 from .rank_group import RankGroup, report_failure
 
-_LOOK_S = 0.1  # how often who waits for a result looks whether there can be one
+_LOOK_S = 0.1  # interval of checks for a lost rank while waiting for a result
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """Of one step, as the last stage sends it."""
+    """The result of one step, as the last stage sends it."""
 
     tokens: list[SampledToken | None]
     prompt: dict[int, tuple[TokenLogprobs, ...]]
@@ -44,17 +44,17 @@ _decoder = msgspec.msgpack.Decoder(StepResult)
 class _PipelineStep:
     """A step in the pipeline."""
 
-    number = 0  # rank 0's count has no part in when the last stage has written its KV
-    device_s = None  # nor its device in the others' parts
+    number = 0  # rank 0's step count does not tell when the last stage has written its KV
+    device_s = None  # rank 0's device time would not include the other stages
 
     def __init__(self, followers: RankGroup) -> None:
         self._followers = followers
         self._has_result = threading.Event()
         self._result: StepResult | None = None
-        self.mine: LaunchedStep | None = None  # kept: the device reads what it holds
+        self.mine: LaunchedStep | None = None  # kept alive: the device reads its buffers
 
     def completed(self, result: StepResult) -> None:
-        """On the watch thread."""
+        """Called on the watch thread."""
         self._result = result
         self._has_result.set()
 
@@ -73,8 +73,8 @@ class _PipelineStep:
 
 
 class PipelineRunner:
-    """`mine` is rank 0's. As many steps may be in flight as there are stages, and one more, and
-    none of them may follow another's tokens: those come to the host first."""
+    """`mine`: rank 0's runner. One more step than there are stages may be in flight, and no step
+    may follow the tokens of another in flight: they come to the host first."""
 
     runs_ahead = True
 
@@ -95,7 +95,7 @@ class PipelineRunner:
         return step
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """On the others it is done before whatever is sent to them next."""
+        """The other ranks copy before they run any message sent later."""
         self._followers.copy_blocks(pairs)
         self._mine.copy_blocks(pairs)
 
@@ -104,7 +104,7 @@ class PipelineRunner:
 
 
 def join_ranks(mine: Runner, followers: RankGroup | None, num_stages: int) -> Runner:
-    """The runner of an engine, of which `mine` is rank 0's."""
+    """The runner of the whole engine; `mine`: rank 0's runner."""
     if followers is None:
         return mine
     if num_stages > 1:
@@ -113,7 +113,7 @@ def join_ranks(mine: Runner, followers: RankGroup | None, num_stages: int) -> Ru
 
 
 class ResultSender:
-    """The last stage's: sends the results of steps in their order, each once it has completed."""
+    """Sends the results of steps from the last stage to rank 0, in order, as they complete."""
 
     def __init__(self, channel: RankChannel) -> None:
         self._channel = channel
@@ -121,7 +121,7 @@ class ResultSender:
         threading.Thread(target=self._run, name="step-results", daemon=True).start()
 
     def add(self, step: LaunchedStep) -> None:
-        """A step was launched."""
+        """Send the result of `step`, which was launched, once it has completed."""
         self._launched.put(step)
 
     def _run(self) -> None:
@@ -132,5 +132,5 @@ class ResultSender:
                 self._channel.send(MessageKind.RESULT, msgspec.msgpack.encode(result))
         except OSError:
             return  # rank 0 is gone
-        except Exception as error:  # of this thread: nobody else would see it
+        except Exception as error:  # on this thread: nothing else would report it
             report_failure(self._channel, error, "results of steps are not sent any more")

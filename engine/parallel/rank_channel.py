@@ -3,9 +3,9 @@ connection to a rank of another host.
 
     | kind, order: uint32 | length: uint64 | payload |      perhaps with file descriptors
 
-No descriptor reaches another host. An order has a number that its answer carries; 0 stands for what
-nobody answers. Both ends are of one engine and one user. Owns the framing; what the payloads mean
-is for whoever sends them.
+File descriptors are not sent to another host. An order has a number, which its answer carries; 0:
+a message without an answer. Both ends belong to one engine and one user. Owns the framing; the
+payloads are defined by the senders.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _CUT_OFF = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class MessageKind(enum.IntEnum):
-    """What a message is about."""
+    """The kind of a message, which defines its payload."""
 
     # rank 0 to the others
-    CONFIGURE = 1  # JSON; answered once the weights are loaded, with the rank's handle
+    CONFIGURE = 1  # JSON; answered with the rank's memory handle once the weights are loaded
     CONNECT = 2  # all ranks are loaded: their handles, msgpack
     STEP = 3  # parallel_runner.py
     COPY_BLOCKS = 4  # int64 [2, pairs]
     EXPORT_POOL = 5  # MessagePack, with the generation page
-    OPEN_WINDOW = 6  # MessagePack: the pool that this rank will pull from
+    OPEN_WINDOW = 6  # MessagePack: the pool that the rank will pull from
     PULL = 7  # kv_transfer/ranks/ranked.py
     CANCEL_PULL = 8
     CLOSE_WINDOW = 9
@@ -42,17 +42,17 @@ class MessageKind(enum.IntEnum):
     READ_ADAPTER = 12  # ranked_adapters.py
     LOAD_ADAPTER = 13
     DROP_ADAPTER = 14
-    DRAFT = 15  # as STEP
+    DRAFT = 15  # the same payload as STEP
     GENERATIONS = 16  # int64 ids [n], uint64 [n]; kv_transfer/ranks/mirrored_generations.py
     KEEP_ADAPTER = 17
     FORGET_ADAPTER = 18
     # the others to rank 0
     ANSWER = 20
     LINE = 21  # text for people
-    FAILED = 22  # JSON: the error that ends this rank
-    LOADING = 23  # it has come further
-    RESULT = 24  # of a step: pipeline_runner.py
-    TAKEN = 25  # uint64: how many messages it has taken; of another host's, a few times a second
+    FAILED = 22  # JSON: the error that ends the rank
+    LOADING = 23  # loading has made progress
+    RESULT = 24  # of a step, see pipeline_runner.py
+    TAKEN = 25  # uint64: number of messages handled; by ranks of other hosts, a few times a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,8 @@ class RankMessage:
 
 
 class RankChannel:
-    """One end: one thread receives, any thread sends. `host`: the other one, if it is not this."""
+    """One end of a channel: one thread receives, any thread sends. `host`: the host of the other
+    end; empty: this host."""
 
     def __init__(self, sock: socket.socket, host: str = "") -> None:
         self.host = host
@@ -77,13 +78,13 @@ class RankChannel:
         return self._socket.fileno()
 
     def set_timeout(self, timeout_s: float) -> None:
-        """How long a send may find the other end not reading, before it raises TimeoutError."""
+        """Let `send` raise TimeoutError once the other end has not read for `timeout_s`."""
         self._socket.settimeout(timeout_s)
 
     def send(
         self, kind: MessageKind, payload: bytes = b"", *, order: int = 0, fds: Sequence[int] = ()
     ) -> None:
-        """Raises OSError when the other end is gone, or does not read."""
+        """Raises OSError if the other end has closed or does not read."""
         header = _HEADER.pack(kind, order, len(payload))
         with self._sending:
             if fds and not self.host:
@@ -94,11 +95,11 @@ class RankChannel:
                 self._socket.sendall(header + payload)
 
     def answer(self, order: int, payload: bytes) -> None:
-        """To rank 0, from any thread; raises as `send`."""
+        """Send the answer to `order` to rank 0, from any thread; raises as `send`."""
         self.send(MessageKind.ANSWER, payload, order=order)
 
     def receive(self) -> RankMessage | None:
-        """The next message; None when the other end is gone."""
+        """Wait for the next message; None if the other end has closed."""
         try:
             header, fds, _, _ = socket.recv_fds(
                 self._socket, _HEADER.size, _MAX_FDS, socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
@@ -118,7 +119,7 @@ class RankChannel:
         return RankMessage(MessageKind(kind), order, memoryview(payload), tuple(fds))
 
     def _fill(self, rest: memoryview) -> bool:
-        """False: the stream ends before."""
+        """Receive until `rest` is full; False if the stream ends before."""
         while rest:
             count = self._socket.recv_into(rest)
             if count == 0:
@@ -127,7 +128,7 @@ class RankChannel:
         return True
 
     def close(self) -> None:
-        """The other end finds it over, and so does whoever receives here."""
+        """Ends the `receive` of both ends, also one that is blocked."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

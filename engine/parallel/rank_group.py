@@ -1,12 +1,12 @@
-"""Rank 0's end of the other ranks: sends their orders, receives answers, notices their loss.
+"""Rank 0's view of the other ranks: sends orders, receives answers, detects their loss.
 
-    engine thread ── send, order ──► all ranks, in one order      (what a step does, all do)
+    engine thread ── send, order ──► all ranks, in the same order  (all run each step)
     watch thread  ◄─ answers, lines, failures; end of a channel; no progress for too long
 
-A rank that fails, dies or hangs takes the engine down: `on_lost` is called once, on the watch
-thread, because the engine's own may be waiting on a device that will never be done. Ranks of other
-hosts say a few times a second that they live: who is silent has stopped or cannot be reached. Knows
-no process: a channel is all there is of a rank.
+A rank that fails, dies or hangs ends the engine: `on_lost` is called once, on the watch thread,
+because the engine thread may wait for a device that never completes. Ranks of other hosts send
+heartbeats: a silent one has stopped or cannot be reached. Knows no process, only a channel of each
+rank.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .rank_channel import MessageKind, RankChannel, RankMessage
 log = logging.getLogger(__name__)
 
 _LOOKS_PER_TIMEOUT = 4
-_LOOK_S = 0.1  # how often who waits for an answer looks whether there can be one
-_LAST_MESSAGE_S = 2.0  # how long a loss may take to be noticed once a step has failed over it
+_LOOK_S = 0.1  # interval of checks for a lost rank while waiting for an answer
+_LAST_MESSAGE_S = 2.0  # how long a failed step waits for the loss that caused it
 
-# Of a rank of another host, and how often it is looked for that.
+# A rank of another host is lost after SILENT_S without a heartbeat, which it sends every BEAT_S.
 SILENT_S, BEAT_S = 1.2, 0.2
 
 _WORD_BYTES = 8
@@ -44,22 +44,22 @@ OnResult = Callable[[memoryview], None]
 
 
 def _ignore(payload: memoryview) -> None:
-    """Of an engine of one stage, whose rank 0 has all results itself."""
+    """`on_result` of an engine of one stage, where no results are sent to rank 0."""
 
 
 class RankProgress:
-    """How many messages each rank has taken: a shared page that ranks write and rank 0 watches, one
+    """How many messages each rank has handled: shared memory that ranks write and rank 0 reads, one
     uint64 for each rank from 1 on.
 
-    A rank that stands still while there is something to take is hung; to look costs no message a
-    step. `fd` may be passed to the other ranks.
+    A rank whose count stands still while messages are pending is hung; this check needs no message
+    per step. `fd` may be passed to the other ranks.
     """
 
     def __init__(self, fd: int, num_ranks: int) -> None:
-        """Map `fd`, which becomes this object's."""
+        """Map `fd`, which this object takes over."""
         self.fd = fd
         self._memory = mmap.mmap(fd, num_ranks * _WORD_BYTES)
-        # An aligned 8-byte store is never seen half done.
+        # An aligned 8-byte store is atomic.
         self._counts = memoryview(self._memory).cast("Q")
 
     @classmethod
@@ -69,11 +69,11 @@ class RankProgress:
         return cls(fd, num_ranks)
 
     def add(self, rank: int) -> None:
-        """One more message was taken by `rank`, which alone writes its count."""
+        """Count a message handled by `rank`, the only writer of its count."""
         self._counts[rank - 1] += 1
 
     def set(self, rank: int, num_taken: int) -> None:
-        """What a rank of another host says of itself."""
+        """Set the count that a rank of another host has sent."""
         self._counts[rank - 1] = num_taken
 
     def read(self, rank: int) -> int:
@@ -87,7 +87,7 @@ class RankProgress:
 
 @dataclass(slots=True)
 class _Order:
-    """What all ranks have yet to answer."""
+    """An order that some ranks have yet to answer."""
 
     on_done: Callable[[list[bytes]], None]
     answers: dict[int, bytes] = field(default_factory=dict)
@@ -95,8 +95,8 @@ class _Order:
 
 @dataclass(slots=True)
 class _Looked:
-    """How many messages a rank had taken at the last look, since when it has taken none of those
-    that it could, and when it last took one."""
+    """A rank's state at the last check: messages handled (`num_taken`), since when it has handled
+    none though some were pending (`since_s`), and when it last handled one (`moved_s`)."""
 
     num_taken: int
     since_s: float
@@ -104,8 +104,8 @@ class _Looked:
 
 
 class RankGroup:
-    """Ranks 1 and up, by their channels. `on_line` gets lines for people; `stage_size`: ranks of
-    each stage of a pipeline, rank 0 counted; all are one stage unless given."""
+    """Ranks 1 and up, by their channels. `on_line` gets lines for people; `stage_size`: number of
+    ranks in each pipeline stage, rank 0 included; all ranks are one stage if None."""
 
     def __init__(
         self,
@@ -125,14 +125,14 @@ class RankGroup:
         self._orders: dict[int, _Order] = {}
         self._error: BatonError | None = None
         self._is_over = threading.Event()  # lost, or closed
-        self.on_result: OnResult = _ignore  # a step's; on the watch thread
+        self.on_result: OnResult = _ignore  # called with a step's result, on the watch thread
         self._loaded = threading.Event()
-        self._handles: list[bytes] = []  # once loaded
-        self._starting: dict[int, float] = {}  # who loads yet, and when it last came further
+        self._handles: list[bytes] = []  # of all ranks, once loaded
+        self._starting: dict[int, float] = {}  # loading ranks, and when each last made progress
         self._progress = RankProgress.create(len(channels))
         now_s = time.monotonic()
         self._looked = {rank: _Looked(0, now_s, now_s) for rank in self._channels}
-        self._heard: dict[int, float] = {}  # when a rank of another host, which serves, last spoke
+        self._heard: dict[int, float] = {}  # last heartbeat of each serving rank of another host
         self._look_s = min(timeout_s, start_timeout_s) / _LOOKS_PER_TIMEOUT
         if any(channel.host for channel in channels):
             self._look_s = min(self._look_s, BEAT_S)
@@ -144,22 +144,22 @@ class RankGroup:
 
     @property
     def num_ranks(self) -> int:
-        """How many there are beside rank 0."""
+        """The number of ranks beside rank 0."""
         return len(self._channels)
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Of each of them; empty: this one."""
+        """The host of each rank from 1 on; empty: this host."""
         return tuple(channel.host for channel in self._channels.values())
 
     # -- sending ----------------------------------------------------------------------------------
 
     def send(self, kind: MessageKind, payload: bytes = b"") -> None:
-        """All ranks do this, behind all that was sent before. Raises EngineFailed."""
+        """Send to all ranks, which handle messages in order. Raises EngineFailed."""
         self._send_to_all(dict.fromkeys(self._channels, payload), kind, 0, ())
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See Runner; it is done before whatever is sent next."""
+        """See Runner; the ranks copy before they run any message sent later."""
         self.send(MessageKind.COPY_BLOCKS, np.array(pairs, np.int64).T.tobytes())
 
     def order(
@@ -169,9 +169,9 @@ class RankGroup:
         on_done: Callable[[list[bytes]], None],
         fds: Sequence[int] = (),
     ) -> int:
-        """As `send`, each rank its own payload; `on_done` gets the answers on the watch thread.
+        """As `send`, with a payload for each rank; `on_done` gets the answers, on the watch thread.
 
-        Returns the order's number. There is no answer once a rank is lost.
+        Returns the order's number. Once a rank is lost, `on_done` is not called.
         """
         with self._sending:
             self._num_orders += 1
@@ -183,9 +183,9 @@ class RankGroup:
     def order_and_wait(
         self, kind: MessageKind, payloads: Sequence[bytes], fds: Sequence[int] = ()
     ) -> tuple[int, list[bytes]]:
-        """As `order`, but wait for the answers; from any thread but the watch's.
+        """As `order`, but wait for the answers; on any thread but the watch thread.
 
-        Raises what a rank was lost by, or EngineFailed once they are let go.
+        Raises the error by which a rank was lost, or EngineFailed after `close`.
         """
         found: list[bytes] = []
         is_done = threading.Event()
@@ -201,7 +201,7 @@ class RankGroup:
         return number, found
 
     def configure(self, payloads: Sequence[bytes]) -> None:
-        """Start all ranks loading; `meet` waits for them."""
+        """Let all ranks load the model; `meet` waits for them."""
 
         def loaded(handles: list[bytes]) -> None:
             self._handles = handles
@@ -211,9 +211,9 @@ class RankGroup:
         self.order(MessageKind.CONFIGURE, payloads, loaded, [self._progress.fd])
 
     def meet(self, handle: bytes) -> list[bytes]:
-        """Wait until all ranks are loaded, and let them connect: `torch_communicator.Meet`.
+        """Wait until all ranks have loaded, then let them connect: `torch_communicator.Meet`.
 
-        Raises what a rank was lost by.
+        Raises the error by which a rank was lost.
         """
         while not self._loaded.wait(_LOOK_S):
             self.check()
@@ -227,12 +227,12 @@ class RankGroup:
         return self._error is not None
 
     def check(self) -> None:
-        """Raise what a rank was lost by, if one was."""
+        """Raise the error by which a rank was lost, if one was."""
         if self._error is not None:
             raise self._error
 
     def explain(self, error: Exception) -> Exception:
-        """Why a step failed: what a rank was lost by, if that was it, else `error`."""
+        """The cause of a failed step: the error by which a rank was lost, else `error`."""
         self._is_over.wait(_LAST_MESSAGE_S)
         return self._error or error
 
@@ -254,7 +254,7 @@ class RankGroup:
     def _watch(self) -> None:
         try:
             self._receive_all()
-        except Exception as error:  # nobody would notice a loss any more
+        except Exception as error:  # without this thread no loss would be detected
             log.exception("the watch over the ranks ends")
             self._lose(EngineFailed(f"{type(error).__name__}: {error}"))
 
@@ -269,7 +269,7 @@ class RankGroup:
                     if key.data is not None:
                         self._receive(key.data)
                 before_s, looked_s = looked_s, time.monotonic()
-                if looked_s - before_s > self._look_s + BEAT_S:  # we stood still ourselves
+                if looked_s - before_s > self._look_s + BEAT_S:  # this process was paused
                     self._forgive(looked_s)
                 self._look(looked_s)
 
@@ -285,7 +285,7 @@ class RankGroup:
         if rank in self._starting and message.kind is not MessageKind.TAKEN:
             self._starting[rank] = time.monotonic()
         if message.kind is MessageKind.ANSWER:
-            self._starting.pop(rank, None)  # loaded: it waits for the others
+            self._starting.pop(rank, None)  # loaded: waits for the other ranks
             self._answer(rank, message)
         elif message.kind is MessageKind.RESULT:
             self.on_result(message.payload)
@@ -294,7 +294,7 @@ class RankGroup:
         elif message.kind is MessageKind.TAKEN:
             num_taken = int.from_bytes(message.payload, "little")
             self._progress.set(rank, num_taken)
-            if num_taken:  # it serves: nothing keeps its interpreter for long any more
+            if num_taken:  # it serves: no long call holds its GIL any more
                 self._heard[rank] = time.monotonic()
         elif message.kind is MessageKind.FAILED:
             self._lose(_read_failure(self._name(rank), message))
@@ -311,7 +311,7 @@ class RankGroup:
             order.on_done([order.answers[each] for each in self._channels])
 
     def _forgive(self, now_s: float) -> None:
-        """Count the silence of all ranks anew."""
+        """Restart the timeouts of all ranks."""
         self._heard.clear()
         for looked in self._looked.values():
             looked.since_s = now_s
@@ -319,11 +319,11 @@ class RankGroup:
         starting.update(dict.fromkeys(starting, now_s))
 
     def _look(self, now_s: float) -> None:
-        """Find a rank that has taken nothing for too long, though there is something to take.
+        """Find a rank that has handled no message for too long though some are pending.
 
-        Until it serves it takes nothing, but shows signs of life where it does not wait for others.
-        A stage may wait for the one before: it has its time from that one's last step on, and of
-        those that stand still the first is to blame.
+        A starting rank handles none, but reports progress unless it waits for other ranks. A stage
+        may wait for the stages before: its timeout starts with their last message, and if several
+        stages are stuck, the first one is to blame.
         """
         standing: list[tuple[int, float, int]] = []  # stage, since when, rank
         num_sent, starting = self._num_sent, self._starting
@@ -335,7 +335,7 @@ class RankGroup:
                 looked.since_s = now_s
             if found == 0 and now_s - starting.get(rank, now_s) > self._start_timeout_s:
                 self._lose(_start_failure(rank, self._start_timeout_s))
-            elif found in (0, num_sent):  # it has nothing to take
+            elif found in (0, num_sent):  # starting, or nothing is pending
                 looked.since_s = now_s
             before = range(1, stage * self._stage_size)
             since_s = max([looked.since_s, *(self._looked[other].moved_s for other in before)])
@@ -356,7 +356,7 @@ class RankGroup:
             self._on_lost(error)
 
     def close(self) -> None:
-        """Let all ranks end."""
+        """Close all channels, which ends the ranks."""
         self._is_over.set()
         os.write(self._woken, b"\0")
         self._thread.join()
@@ -368,7 +368,8 @@ class RankGroup:
 
 
 def report_failure(channel: RankChannel, error: Exception, what: str) -> None:
-    """Of a rank, to rank 0: what it ends by. `what` is logged of an error that is none of ours."""
+    """Send the error that ends a rank to rank 0. Other errors than BatonError are logged, with
+    the message `what`."""
     if not isinstance(error, BatonError):
         log.error(what, exc_info=error)
         error = EngineFailed(f"{type(error).__name__}: {error}")

@@ -1,9 +1,10 @@
-"""Rank 0 starts the others: a process each, which lives no longer than its channel or rank 0. Those
-of other hosts come by themselves.
+"""Rank 0 starts a process for each other rank of its host, which ends with its channel or rank 0.
+Ranks of other hosts connect by themselves.
 
     start_ranks ─► processes ─► configured, loading ─► (this rank loads) ─► connect ─► serve
 
-Call it from a thread that lives as long as the engine: the kernel ends the processes with it.
+Call start_ranks from a thread that lives as long as the engine: the kernel kills the processes when
+that thread ends.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ _GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """All ranks of an engine as rank 0 sees them; alone it has no followers."""
+    """All ranks of an engine, held by rank 0; `followers` is None if there is only rank 0."""
 
-    config: EngineConfig  # rank 0's own
+    config: EngineConfig  # rank 0's, with its own device
     communicator: Communicator
     followers: RankGroup | None
-    processes: tuple[subprocess.Popen[bytes], ...] = ()  # of this host
+    processes: tuple[subprocess.Popen[bytes], ...] = ()  # of the ranks on this host
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Where each rank is, rank 0's first; empty: on rank 0's host."""
+        """The host of each rank from rank 0 on; empty: rank 0's host."""
         return ("",) if self.followers is None else ("", *self.followers.hosts)
 
     @property
@@ -55,22 +56,22 @@ class Ranks:
         return self.followers is not None and self.followers.is_lost
 
     def explain(self, error: BaseException) -> None:
-        """Rank 0 failed to start: wait a moment for the loss that it may have failed over."""
+        """Rank 0 failed to start with `error`: wait a moment for the loss that may be its cause."""
         if self.followers is not None and isinstance(error, BatonError | RuntimeError):
             self.followers.explain(error)
 
     def kill(self) -> None:
-        """End the other ranks at once, whatever they wait for."""
+        """End the other ranks at once: kill those of this host, close the channels of all."""
         self._end(at_once=True)
 
     def close(self) -> None:
-        """End the other ranks and wait for their end; behind a loss, or where nothing leads them
-        yet, they are not asked to."""
+        """End the other ranks and wait for their processes, which are killed if a rank was lost or
+        there is no RankGroup yet."""
         self._end(at_once=self.followers is None or self.is_one_lost)
 
     def _end(self, *, at_once: bool) -> None:
         if self.followers is not None:
-            self.followers.close()  # first: from now on it is no loss that they end
+            self.followers.close()  # first: the end of a rank is no loss once closed
         for process in self.processes:
             if at_once:
                 process.kill()
@@ -88,8 +89,8 @@ def start_ranks(
     on_line: Callable[[str], None],
     trust: ClusterTrust | None = None,
 ) -> Ranks:
-    """Start what `config` has beside rank 0 on this host, each as `python -m module FD`; with
-    --nnodes wait for those of the other hosts, by `trust`. Raises StartupFailed.
+    """Start the other ranks of this host, each as `python -m module FD`; with --nnodes, wait for
+    the ranks of the other hosts, which `trust` admits. Raises StartupFailed.
 
     `on_lost` is called at most once, from another thread, when the engine cannot go on.
     """
@@ -108,7 +109,7 @@ def start_ranks(
     try:
         for _ in configs[1:]:
             process, channel = _start(module)
-            channels.insert(len(processes), channel)  # before those of other hosts
+            channels.insert(len(processes), channel)  # before the ranks of other hosts
             processes = (*processes, process)
         followers = RankGroup(
             channels,
@@ -126,14 +127,14 @@ def start_ranks(
             here = HostSettings(host, config.model, config.device, None, trust.tls, store.port)
             link = StageLink(0, config.tensor_parallel_size, host, key, trust.tls)
             common |= {"stage_key": key.hex(), "here": dataclasses.asdict(here)}
-        configs += [configs[0]] * len(joined)  # each has its own device
+        configs += [configs[0]] * len(joined)  # a rank of another host sets its own device
         settings = [
             {"engine": dataclasses.asdict(each), "rank": rank, **common}
             for rank, each in enumerate(configs)
         ]
         followers.configure([json.dumps(each).encode() for each in settings[1:]])
         communicator = make_communicator(configs[0], 0, store, followers.meet, link)
-    except BaseException:  # a Ctrl-C too: nobody else would end the processes
+    except BaseException:  # a Ctrl-C too: nothing else would end the processes
         Ranks(configs[0], Communicator(), followers, processes).close()
         for channel in channels:
             channel.close()
@@ -145,7 +146,7 @@ def _start(module: str) -> tuple[subprocess.Popen[bytes], RankChannel]:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            # From its first moment on: a rank that hangs in its imports would be left behind.
+            # Bound from its start: a rank that hangs in its imports would outlive rank 0.
             bound_to_us([sys.executable, "-m", module, str(theirs.fileno())], signal.SIGKILL),
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],

@@ -1,10 +1,10 @@
-"""A rank other than 0: a process that launches the steps that rank 0 sends, and decides nothing.
+"""A rank other than 0: a process that runs the steps and orders of rank 0; it schedules nothing.
 
     configure ─► weights ─► connect ─► pool, graphs ─► steps, copies, orders ... ─► rank 0 is gone
 
-`python -m baton.engine.parallel.rank_worker FD` is such a rank of an engine that passes its
-KV to nobody; nodes have their own, with more orders. Rank 0 gets what goes wrong, and ends the
-engine. A rank of another host has settings of its own (HostSettings, JSON) behind FD.
+`python -m baton.engine.parallel.rank_worker FD` is a rank of an engine without KV transfer; nodes
+have their own main, with more orders. Errors are sent to rank 0, which ends the engine. A rank of
+another host takes the settings of its host (HostSettings, JSON) as a second argument.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ Handlers = Mapping[MessageKind, Callable[[RankMessage], None]]
 BuildHandlers = Callable[[ModelRunner, RankChannel, HostSettings | None], Handlers]
 
 _NUM_START_MESSAGES = 2  # configure, connect
-_PROGRESS_S = 0.5  # between two reports while loading
+_PROGRESS_S = 0.5  # between two LOADING messages
 
 
 def main(build_handlers: BuildHandlers = lambda runner, channel, here: {}) -> int:
-    """Run until rank 0 is gone; returns the exit code. `build_handlers` are for further orders."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the supervisor's, which ends rank 0
+    """Run until rank 0 is gone; returns the exit code. `build_handlers` makes further handlers."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the supervisor, which ends rank 0
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     here = None
@@ -72,8 +72,8 @@ def main(build_handlers: BuildHandlers = lambda runner, channel, here: {}) -> in
 def follow(
     channel: RankChannel, build_handlers: BuildHandlers, here: HostSettings | None = None
 ) -> None:
-    """Be the rank at the other end of `channel` until that is gone; report what goes wrong.
-    `here`: of a rank that is not on rank 0's host."""
+    """Run a rank until rank 0 closes `channel`; errors are sent to rank 0. `here`: only for a rank
+    that is not on rank 0's host."""
     try:
         _follow(channel, build_handlers, here)
     except ConnectionError:
@@ -131,7 +131,7 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers, here: HostSetti
             MessageKind.LOAD_ADAPTER: orders.load,
             MessageKind.DROP_ADAPTER: orders.drop,
         }
-    # Of the last stage's ranks, which all sample alike, the first one sends the results.
+    # The ranks of the last stage sample the same tokens: the first of them sends the results.
     num_before = (config.pipeline_parallel_size - 1) * config.tensor_parallel_size
     results = ResultSender(channel) if rank == num_before else None
     try:
@@ -141,14 +141,14 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers, here: HostSetti
 
 
 def _store_on(here: HostSettings) -> c10d.Store:
-    """Where the ranks of this host find each other; nobody looks where each is a stage."""
+    """The store of the ranks of this host; unused, and so local, where each rank is a stage."""
     if here.store_fd is not None:
         return make_store(here.store_fd)
     return connect_store(here.store_port) if here.store_port else c10d.HashStore()
 
 
 class Beats:
-    """`RankProgress` of a rank of another host, which tells rank 0 a few times a second."""
+    """The `RankProgress` of a rank of another host: sends its count to rank 0 every BEAT_S."""
 
     def __init__(self, channel: RankChannel) -> None:
         self._channel = channel
@@ -157,7 +157,7 @@ class Beats:
         threading.Thread(target=self._run, name="beats", daemon=True).start()
 
     def add(self, rank: int) -> None:
-        """One more message was taken."""
+        """Count a handled message."""
         self._num_taken += 1
 
     def _run(self) -> None:
@@ -170,7 +170,7 @@ class Beats:
 
 
 def _progress_to(channel: RankChannel) -> OnProgress:
-    """Reports to rank 0 that loading goes on, though not of every tensor."""
+    """A callback that reports loading progress to rank 0, at most every _PROGRESS_S."""
     last_s = time.monotonic()
 
     def on_progress(num_bytes: int, total_bytes: int) -> None:
@@ -189,7 +189,7 @@ def _serve(
     taken: Callable[[], None],
     results: ResultSender | None = None,
 ) -> None:
-    """Take one message after the other, until the channel ends."""
+    """Handle messages in order until the channel ends; `taken` is called after each."""
     for _ in range(_NUM_START_MESSAGES):
         taken()
     previous: LaunchedStep | None = None
@@ -200,7 +200,7 @@ def _serve(
                 if results is not None:
                     results.add(launched)
                 elif previous is not None:
-                    previous.collect()  # it has completed, or soon will have
+                    previous.collect()  # has completed, or will soon
                 previous = launched
             case MessageKind.DRAFT:
                 runner.draft(decode(message.payload))
@@ -215,4 +215,4 @@ def _serve(
 
 
 if __name__ == "__main__":
-    os._exit(main())  # at once: nothing here is worth taking apart
+    os._exit(main())  # without cleanup, which nothing here needs

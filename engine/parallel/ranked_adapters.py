@@ -1,12 +1,12 @@
-"""The adapters of all ranks of an engine: each has its part, in memory of its own.
+"""The LoRA adapters of all ranks of an engine: each rank has its part in its own memory.
 
-    READ_ADAPTER     JSON: path, digest     answered, once it is read: JSON: digest or error
-    KEEP_ADAPTER     JSON: order            what that one read is in host memory from now on
-    FORGET_ADAPTER   JSON: order            or is not wanted
-    LOAD_ADAPTER     JSON: slot, digest     behind the steps that were sent before
+    READ_ADAPTER     JSON: path, digest     answered once the files are read: JSON, digest or error
+    KEEP_ADAPTER     JSON: order            keep in host memory the adapter read by that order
+    FORGET_ADAPTER   JSON: order            or discard it
+    LOAD_ADAPTER     JSON: slot, digest     after the steps that were sent before
     DROP_ADAPTER     JSON: digest
 
-An adapter that one rank refuses none keeps. Whatever changes host memory is sent by rank 0's engine
+If one rank refuses an adapter, no rank keeps it. Changes of host memory are sent by rank 0's engine
 thread, so that all ranks have the same adapters whenever a slot is loaded.
 """
 
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 
 class RankedAdapters:
-    """Rank 0's, in front of all."""
+    """Rank 0's RankAdapters, which also sends each operation to the other ranks."""
 
     def __init__(self, mine: RankAdapters, followers: RankGroup) -> None:
         self._mine, self._followers = mine, followers
 
     def read(self, path: str, digest: str = "") -> HostAdapter:
-        """Of all ranks; on any thread but the watch's. Raises AdapterRefused."""
+        """Read it on all ranks; on any thread but the watch thread. Raises AdapterRefused."""
         found = self._mine.read(path, digest)
         payload = json.dumps({"path": path, "digest": found.digest}).encode()
         payloads = [payload] * self._followers.num_ranks
@@ -67,13 +67,13 @@ class RankedAdapters:
 def adapters_of(
     mine: RankAdapters | None, followers: RankGroup | None
 ) -> RankAdapters | RankedAdapters | None:
-    """Those of the engine whose rank 0 this is; None where none are served."""
+    """The adapters of all ranks; `mine`: rank 0's, None if no adapters are served."""
     return mine if mine is None or followers is None else RankedAdapters(mine, followers)
 
 
 class AdapterOrders:
-    """Another rank's: files are read on a thread of their own, beside its steps. What was read is
-    kept apart until rank 0 says what becomes of it."""
+    """Runs rank 0's adapter orders on another rank. Files are read on a thread of their own, beside
+    the steps; a read adapter is kept apart until rank 0 sends KEEP_ADAPTER or FORGET_ADAPTER."""
 
     def __init__(self, adapters: RankAdapters, channel: RankChannel) -> None:
         self._adapters, self._channel = adapters, channel
@@ -88,7 +88,7 @@ class AdapterOrders:
                 self._read[order] = self._adapters.read(fields["path"], fields["digest"])
             except BatonError as error:
                 answer = {"error": error.message}
-            except Exception as error:  # of this thread: rank 0 would wait for ever
+            except Exception as error:  # on this thread: rank 0 would wait for ever
                 log.exception("the adapter at %s cannot be read", fields["path"])
                 answer = {"error": f"{type(error).__name__}: {error}"}
             self._channel.answer(order, json.dumps(answer).encode())
@@ -99,7 +99,7 @@ class AdapterOrders:
         self._adapters.keep(self._read.pop(json.loads(bytes(message.payload))["order"]))
 
     def forget(self, message: RankMessage) -> None:
-        """Where this rank refused it there is nothing."""
+        """Discard a read adapter; if this rank refused it, there is nothing to discard."""
         self._read.pop(json.loads(bytes(message.payload))["order"], None)
 
     def load(self, message: RankMessage) -> None:

@@ -1,11 +1,11 @@
-"""Copies to host memory and back by all ranks of an engine: each has memory of its own, and copies
-its heads of the same blocks to the same places.
+"""KV copies to host memory and back on all ranks of an engine: each rank has its own host memory,
+and copies its heads of the same blocks to the same places.
 
     HOST_MEMORY   (empty)                            answer, once all is pinned: | blocks: uint64 |
     COPY_HOST     | direction: int64 | ids: int64 [n] | host blocks: int64 [n] |
-                                                     answer, once it is over: | seconds: float64 |
+                                                     answer, once copied: | seconds: float64 |
 
-No rank has blocks before all have them. A copy lasts as long as the slowest rank's.
+There are no host blocks before all ranks have them. A copy takes as long as on the slowest rank.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from .rank_group import RankGroup, report_failure
 
 _NUM_BLOCKS = struct.Struct("<Q")
 _SECONDS = struct.Struct("<d")
-_LOOK_S = 0.0002  # how long a copy may have ended before its rank sees it
+_LOOK_S = 0.0002  # interval of checks for ended copies
 
 
 def host_copier_of(runner: ModelRunner, followers: RankGroup | None) -> HostCopier | None:
-    """That of the engine whose rank 0 this is; None without host memory."""
+    """The copier of all ranks, where `runner` is rank 0's; None without host memory."""
     if runner.host_copier is None or followers is None:
         return runner.host_copier
     return RankedCopier(runner.host_copier, followers, runner.engine_block_bytes)
 
 
 class RankedCopier:
-    """Rank 0's, in front of all."""
+    """Rank 0's HostCopier, which also sends each operation to the other ranks."""
 
     def __init__(self, mine: HostCopier, followers: RankGroup, block_bytes: int) -> None:
-        """`block_bytes`: of all ranks together."""
+        """`block_bytes`: of one block on all ranks."""
         self.block_bytes = block_bytes
         self._mine = mine
         self._followers = followers
         self._theirs = 0  # written by the watch thread, once
 
     def begin(self) -> None:
-        """All ranks."""
+        """See HostCopier; on all ranks."""
         payloads = [b""] * self._followers.num_ranks
         self._followers.order(MessageKind.HOST_MEMORY, payloads, self._is_pinned)
         self._mine.begin()
@@ -70,7 +70,7 @@ class RankedCopier:
 
 
 class _RankedCopy:
-    """A copy of all ranks."""
+    """One copy on all ranks."""
 
     mine: HostCopy
 
@@ -78,7 +78,7 @@ class _RankedCopy:
         self._theirs: float | None = None
 
     def answered(self, answers: list[bytes]) -> None:
-        """All others' have ended; on the watch thread."""
+        """Called on the watch thread once the copies of all other ranks have ended."""
         self._theirs = max(_SECONDS.unpack(answer)[0] for answer in answers)
 
     def seconds(self) -> float | None:
@@ -87,7 +87,7 @@ class _RankedCopy:
 
 
 class HostOrders:
-    """Another rank's: it starts copies as they are ordered, and a thread answers when they end."""
+    """Runs rank 0's copy orders on another rank; a thread sends the answers when copies end."""
 
     def __init__(self, copier: CpuCopier | CudaCopier, channel: RankChannel) -> None:
         self._copier = copier
@@ -116,7 +116,7 @@ class HostOrders:
             self._answer_ends()
         except OSError:
             return  # rank 0 is gone
-        except Exception as error:  # of this thread: nobody else would see it
+        except Exception as error:  # on this thread: nothing else would report it
             report_failure(self._channel, error, "copies to host memory are not watched any more")
 
     def _answer_ends(self) -> None:

@@ -1,4 +1,4 @@
-"""Drafts of several ranks: each has its part of the draft model, and all draw the same tokens."""
+"""Drafts on several ranks: each has its part of the draft model, and all draw the same tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .rank_group import RankGroup
 
 
 class RankedDrafter:
-    """A Drafter; `mine` is rank 0's."""
+    """A Drafter of all ranks; `mine`: rank 0's."""
 
     def __init__(self, mine: Drafter, followers: RankGroup) -> None:
         self._mine, self._followers = mine, followers
@@ -28,5 +28,5 @@ class RankedDrafter:
 
 
 def drafter_of(mine: Drafter, followers: RankGroup | None) -> Drafter:
-    """The drafter of all ranks; `mine` is rank 0's, and the only one without `followers`."""
+    """The drafter of all ranks; `mine`: rank 0's, the only rank if `followers` is None."""
     return mine if followers is None else RankedDrafter(mine, followers)

@@ -1,12 +1,12 @@
 """Communicators between processes: gloo between CPUs, NCCL and peer memory between GPUs.
 
-    store     a TCPStore of rank 0 on the loopback, where ranks find each other once (loopback.py)
-    gloo      gathers alone; sums are made here, in the order of the ranks
+    store     a TCPStore of rank 0 on the loopback, for the rendezvous of the ranks (loopback.py)
+    gloo      only gathers; sums are computed here, in the order of the ranks
     NCCL      large sums, gathers, broadcasts; small sums go through peers' memory (peer_reduce.py)
-    TCP       between stages on several hosts, which NCCL would neither prove nor encrypt
+    TCP       between stages on several hosts, which NCCL would neither authenticate nor encrypt
 
-Process groups are used as objects, without torch's global ones. One communicator joins the ranks
-of one stage of a pipeline; the stages' own are torch_stages.py. Knows no model.
+Process groups are used as objects, without torch's global groups. A communicator connects the ranks
+of one pipeline stage; torch_stages.py connects the stages. Knows no model.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from .torch_stages import GlooStages, NcclStages, set_up_nccl
 if TYPE_CHECKING:
     from .peer_reduce import PeerReduce  # needs Triton
 
-# Sends this rank's handle of its exchange memory (empty on a CPU) to the others; returns those of
-# all in their order, once all ranks have called it. Unlike the store no other process can read it.
+# Sends this rank's handle of its exchange memory (empty on a CPU) to the other ranks; returns the
+# handles of all ranks in order, once all have called it. Unlike the store, other processes cannot
+# read it.
 Meet = Callable[[bytes], list[bytes]]
 
 
@@ -45,8 +46,8 @@ def make_communicator(
     meet: Meet,
     link: StageLink | None = None,
 ) -> Communicator:
-    """What suits the device of this rank; `link`: of an engine on several hosts, where `store` is
-    this host's. Raises StartupFailed."""
+    """The communicator for this rank's device. `link`: only for an engine on several hosts, where
+    `store` is that of this host. Raises StartupFailed."""
     size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
     stage, rank = divmod(rank, size)
     of_stage = c10d.PrefixStore(f"stage {stage}", store)
@@ -57,7 +58,7 @@ def make_communicator(
 
     stages, communicator = Stages(), Communicator()
     is_on_gpu = config.device != "cpu" and torch.cuda.is_available()
-    # Who hangs is found by rank 0; that a sum ends at all is for the ranks it leaves behind.
+    # Rank 0 detects a hung rank; these timeouts end the collectives of ranks that outlive it.
     to_connect_s = config.rank_start_timeout_s + config.rank_timeout_s
     if link is not None:
         stages = tcp = TcpStages(link, stage, num_stages, to_connect_s, is_on_gpu=is_on_gpu)
@@ -81,8 +82,8 @@ def make_communicator(
 
 
 def _meet_with_addresses(stages: TcpStages, meet: Meet, kind: str) -> Meet:
-    """Also tells all where each rank waits for the stage behind it, and on what `kind` of device
-    it computes, which must be the same for all."""
+    """`meet` that also exchanges the address at which each rank listens for the next stage, and the
+    `kind` of its device, which must be the same on all ranks."""
 
     def meet_all(handle: bytes) -> list[bytes]:
         packed = meet(msgspec.msgpack.encode((stages.address, kind, handle)))
@@ -100,7 +101,7 @@ def _meet_with_addresses(stages: TcpStages, meet: Meet, kind: str) -> Meet:
 
 
 class StageOfOne(Communicator):
-    """The one rank of its stage."""
+    """The only rank of its stage."""
 
     def __init__(self, meet: Meet) -> None:
         self._meet = meet
@@ -114,8 +115,8 @@ class StageOfOne(Communicator):
 
 
 class GlooCommunicator(Communicator):
-    """Ranks on CPUs. Every sum is over the ranks in their order, whatever the shape: a row's sum
-    does not depend on the rows around it."""
+    """Ranks on CPUs. Every sum adds the ranks in order, whatever the shape: a row's sum does not
+    depend on the rows around it."""
 
     def __init__(
         self,
@@ -165,8 +166,8 @@ class GlooCommunicator(Communicator):
 
 
 class NcclCommunicator(Communicator):
-    """Ranks on GPUs of one host. Operations are launched on the current stream, none is waited for,
-    and they can be captured in CUDA graphs. Sums of small tensors do not depend on their shape."""
+    """Ranks on GPUs of one host. Operations are launched on the current stream without waiting, and
+    can be captured in CUDA graphs. Sums of small tensors do not depend on their shape."""
 
     def __init__(
         self, store: c10d.Store, rank: int, size: int, device: torch.device, meet: Meet
@@ -188,7 +189,7 @@ class NcclCommunicator(Communicator):
         options = c10d.ProcessGroupNCCL.Options()
         try:
             self._group = c10d.ProcessGroupNCCL(self._store, self.rank, self.size, options)
-            self.least(0)  # connects now, where nothing is captured yet
+            self.least(0)  # connects now, before any capture
         except RuntimeError as error:
             raise StartupFailed(f"NCCL does not connect the GPUs: {error}") from error
         self._peers = connect_peers(own, handles, self.rank, self._device)
@@ -201,7 +202,7 @@ class NcclCommunicator(Communicator):
 
     def linear(self, ops: Ops, x: Activations, weight: Weight, bias: Tensor | None) -> Summand:
         peers = self._peers
-        # There is no kernel that sends a product with a weight in FP8.
+        # No kernel sends a product with an FP8 weight.
         if (
             peers is not None
             and isinstance(x, Tensor)
@@ -229,7 +230,7 @@ class NcclCommunicator(Communicator):
         return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, reader)
 
     def sum_by_nccl(self, x: Tensor) -> Tensor:
-        """`all_reduce` of any size: x itself, overwritten."""
+        """`all_reduce` of any size, in place."""
         options = c10d.AllreduceOptions()
         options.asyncOp = False
         self._group.allreduce([x], options)

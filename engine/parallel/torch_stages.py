@@ -6,7 +6,8 @@
                 │        │
     stage 1   rank 2   rank 3          a process group for each column, made here
 
-What is passed on is whole on every rank of a stage, so each sends to its like. Knows no model.
+Every rank of a stage has the whole residual stream and sends it to the rank in the same column of
+the next stage. Knows no model.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ _MAX_TAG = 1 << 20
 
 
 def set_up_nccl(device: torch.device) -> None:
-    """Of this process, before its first group."""
-    # On hosts whose GPUs are shared, a program that multicasts can take them all down.
+    """Set up NCCL in this process, before its first group."""
+    # On hosts whose GPUs are shared, a program that uses multicast can take all GPUs down.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    # Rank 0 finds out who hangs and ends the engine: torch's watchdog would end it unexplained.
+    # Rank 0 detects hung ranks and ends the engine; torch's watchdog would end it without a reason.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     torch.cuda.set_device(device)
 
 
 class GlooStages(Stages):
-    """Stages on CPUs. A send returns at once; the tensor is kept until it is gone."""
+    """Stages on CPUs. A send returns at once; the tensor is kept until it has been sent."""
 
     def __init__(
         self, store: c10d.Store, stage: int, num_stages: int, timeouts_s: tuple[float, float]
@@ -60,7 +61,7 @@ class GlooStages(Stages):
         self._num_received += 1
 
     def send(self, x: Tensor) -> None:
-        while len(self._sending) > self.num_stages:  # as many steps may be in flight
+        while len(self._sending) > self.num_stages:  # the number of steps that may be in flight
             work, _ = self._sending.popleft()
             work.wait()
         work = self._group.send([x], self.stage + 1, self._num_sent % _MAX_TAG)
@@ -83,8 +84,8 @@ class GlooStages(Stages):
 
 
 class NcclStages(Stages):
-    """Stages on GPUs of one host. Operations are launched on the current stream, none is waited
-    for, and they can be captured in CUDA graphs."""
+    """Stages on GPUs of one host. Operations are launched on the current stream without waiting,
+    and can be captured in CUDA graphs."""
 
     def __init__(
         self, store: c10d.Store, stage: int, num_stages: int, device: torch.device
@@ -100,7 +101,7 @@ class NcclStages(Stages):
         try:
             self._group = c10d.ProcessGroupNCCL(self._store, self.stage, self.num_stages, options)
             self.least(0)
-            # A pair of neighbours connects with its first tensor: now, where nothing is captured.
+            # Two neighbours connect with their first tensor: send it now, before any capture.
             word = torch.zeros(1, device=self._device)
             if self.stage > 0:
                 self.receive(word)
@@ -111,7 +112,7 @@ class NcclStages(Stages):
             raise StartupFailed(f"NCCL does not connect the stages: {error}") from error
 
     def receive(self, x: Tensor) -> None:
-        self._group.recv([x], self.stage - 1, 0).wait()  # the stream's wait
+        self._group.recv([x], self.stage - 1, 0).wait()  # only the stream waits
 
     def send(self, x: Tensor) -> None:
         self._group.send([x], self.stage + 1, 0).wait()

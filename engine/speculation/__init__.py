@@ -1,1 +1,1 @@
-"""Drafts of tokens to come, and how many of them pay: proposers, acceptance, lengths."""
+"""Speculative decoding: proposers of drafts, acceptance rates, and the number of drafts."""

@@ -1,4 +1,4 @@
-"""Estimates how likely drafts are accepted, from the last ones. Knows no request."""
+"""Estimates the acceptance probability of drafts from recent ones. Knows no request."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 _WINDOW = 64.0  # trials of a position in its decaying mean
-_OWN_WINDOW = 24.0  # of one sequence
-_PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # before there are any: high enough to be tried
-_OWN_PRIOR_WEIGHT = 6.0  # of all sequences' rate, in the expectation for one
-_LAST_SHARE = 0.1  # of the last value, in a mean
-_FADING = 0.995  # of a sequence's own trials, each step
+_OWN_WINDOW = 24.0  # the same for one sequence
+_PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # before any trials: high enough that drafts are tried
+_OWN_PRIOR_WEIGHT = 6.0  # of the rate of all sequences, in the estimate for one
+_LAST_SHARE = 0.1  # weight of the last value in a mean
+_FADING = 0.995  # of a sequence's own trials, per step
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Tally:
 
 
 class Mean:
-    """A mean of the last values, without the first one, which includes loading or compiling."""
+    """A mean of recent values, without the first, which includes loading or compiling."""
 
     def __init__(self, value: float = 0.0) -> None:
         self.value = value
@@ -51,7 +51,7 @@ class Mean:
 
 
 class Acceptance:
-    """The acceptance of one engine, for up to `most` drafts."""
+    """The acceptance rates of one engine, for up to `most` drafts per sequence."""
 
     def __init__(self, most: int) -> None:
         self._positions = [Tally() for _ in range(most)]

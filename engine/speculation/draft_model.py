@@ -1,7 +1,7 @@
-"""Drafts by a small model with KV of the same tokens as the engine's own.
+"""Drafts by a small model whose KV is of the same tokens as that of the target model.
 
-Each draft is sampled with the key of its position, as the token there will be: it is accepted where
-both models sample the same. Penalties and grammars are ignored.
+Each draft is sampled with the key of its position, as the target's token is: a draft is accepted if
+both models sample the same token. Penalties and grammars are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .proposer import Context
 class DraftModelProposer:
     """A Proposer. Its only state is `Sequence.drafted`; the KV is in the sequences' blocks.
 
-    `is_head`: each step computes a head's KV, whether it drafts or not.
+    `is_head`: of a draft head, whose KV each step computes, with or without drafts.
     """
 
     takes_steps = True

@@ -1,11 +1,11 @@
-"""How many drafts pay: the most accepted tokens per second. Pure: no engine, no clock.
+"""The number of drafts with the most accepted tokens per second. Pure: no engine, no clock.
 
     goodput(drafts) = (sequences + sum of their drafts' chances) / (drafting + seconds of the step)
 
 After "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput" (Liu et al.
-2024, SmartSpec), with a length for each sequence: a draft's chance never rises along a sequence, so
-the best n drafts of a step are the n likeliest of all, and only n is to be found. Where each draft
-of the longest takes a step of a draft model, for each longest length.
+2024, SmartSpec), with a length for each sequence: the chances of a sequence's drafts never rise, so
+the best n drafts of a step are the n likeliest of all, and only n must be found. If drafts take
+steps of a draft model, as many as the longest sequence has, n is found for each longest length.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ...core.step_cost import KNOTS, StepCost, StepShape
 
 
 class Lengths(NamedTuple):
-    """Drafts by sequence; by which factor they raise the tokens per second of a step without, below
-    1 where none pay, since to ask for drafts takes time; how much longer the step takes."""
+    """`num_drafts` by sequence; `gain`: the factor on the tokens per second of a step without
+    drafts, below 1 if no drafts pay, as drafting takes time; `extra_s`: the added step time."""
 
     num_drafts: list[int]
     gain: float
@@ -35,10 +35,10 @@ def best_lengths(
     most: int,
     draft_s: float = 0.0,
 ) -> Lengths:
-    """`chances[i, j]`: that draft j of sequence i is accepted, with all before it. `beside`: the
-    step without drafts, of one decode for each sequence at least. `wait_s`: what it takes to have
-    drafts, which a step without saves, and `draft_s` for each of the longest. No more than `most`
-    drafts in all."""
+    """The best lengths, at most `most` drafts in all. `chances[i, j]`: the probability that draft j
+    of sequence i and all before it are accepted. `beside`: the step without drafts, with at least
+    one decode for each sequence. `wait_s`: the time that drafts delay the step, plus `draft_s` for
+    each draft of the longest sequence."""
     owners, places = np.nonzero(chances)
     flat = chances[owners, places]
     order = np.argsort(-flat, kind="stable")
@@ -61,7 +61,7 @@ def best_lengths(
 
 
 def _seconds(cost: StepCost, beside: StepShape, most: int) -> NDArray[np.float64]:
-    """Of steps with 0 to `most` drafts: each is a row, and its sequence's keys are read once."""
+    """Seconds of steps with 0 to `most` drafts: a draft is a row, keys are read once a sequence."""
     rows = beside.num_rows + np.arange(most + 1)
     of_piece = np.clip(rows - np.array(KNOTS)[:, None], 0, np.diff(KNOTS, append=np.inf)[:, None])
     rows_s = np.array(cost.row_s) @ of_piece

@@ -5,7 +5,7 @@
 
 The longest n-gram that occurred before, at its last position (Saxena 2023, "Prompt Lookup
 Decoding"). Drafts that reach the end of the tokens repeat from their own beginning. Keeps no state:
-drafts depend on the tokens alone.
+drafts depend only on the tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class NgramProposer:
         return drafts
 
     def _distance(self, tokens: NDArray[np.integer]) -> int | None:
-        """How far before the end the same n-gram ends; None if it did not occur before."""
+        """How far before the end the same n-gram last ended; None if it did not occur before."""
         num_tokens = len(tokens)
         if num_tokens <= self._shortest:
             return None

@@ -1,4 +1,4 @@
-"""Which proposer `--speculative-config` asks for."""
+"""Makes the proposer that `--speculative-config` selects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .proposer import Proposer
 
 
 def make_proposer(config: SpeculativeConfig | None, drafter: Drafter) -> Proposer | None:
-    """None without speculation. `drafter` is for draft models and heads."""
+    """The proposer; None without speculation. `drafter`: of draft models and heads."""
     if config is None:
         return None
     most = config.num_speculative_tokens

@@ -2,8 +2,8 @@
 accepted.
 
     step()   draft ─► schedule ─► launch ............... collect ─► verify
-             └ needs all tokens: nothing can be drafted behind a step in flight. A runner that runs
-               ahead waits for that step where drafts are worth it, and else runs ahead
+             └ needs all tokens, so it must wait for the step in flight. A runner that runs ahead
+               waits if drafts are worth it, and else launches the next step without drafts
 
 A draft is accepted if it equals the token that the target model samples at its position with that
 position's key, so outputs are the same as without drafts. The token after the last accepted draft
@@ -33,9 +33,9 @@ from .proposer import Context, Proposer
 
 MakeRoom: TypeAlias = Callable[[Sequence, int], bool]
 
-_PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
+_PROBE_SHARE = 0.01  # of the time, for probes: drafts that are not expected to pay
 _FIRST_GAIN = 1.5
-_LONGEST_PROBE_S, _LEAST_PROBE = 0.1, 0.02  # of a step
+_LONGEST_PROBE_S, _LEAST_PROBE = 0.1, 0.02  # the latter as a share of a step
 
 
 class Speculator:
@@ -60,13 +60,13 @@ class Speculator:
         self._acceptance = Acceptance(most)
         self._tallies: dict[str, Tally] = {}
         self._drafted: list[Sequence] = []
-        self._last_shape = StepShape()  # the next step may have prompts like this one's
+        self._last_shape = StepShape()  # an estimate of the next step's prompts
         self._gain = Mean(_FIRST_GAIN)
         self._wait_s = Mean()
-        self._draft_s = Mean()  # for each draft of the longest, if drafts take steps
-        self._drafting_s = 0.0  # for the next step
-        self._late_s = {False: Mean(), True: Mean()}  # by whether there were drafts
-        self._spare_s = 0.0  # for probes
+        self._draft_s = Mean()  # per draft of the longest sequence, if drafts take steps
+        self._drafting_s = 0.0  # time of drafting for the next step
+        self._late_s = {False: Mean(), True: Mean()}  # seconds beyond the estimate; key: had drafts
+        self._spare_s = 0.0  # time left for probes
         self._num_probes = 0
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted = [0] * most
@@ -74,14 +74,13 @@ class Speculator:
     # -- before a step ----------------------------------------------------------------------------
 
     def is_due(self, queues: Queues) -> bool:
-        """Whether the next step should have drafts, even if that means to wait for the step in
-        flight."""
+        """Whether the next step should have drafts, even if it must wait for the step in flight."""
         if not any(map(_may_have_drafts, queues.running)):
             return False
         return self._gain.value > 1 or self._spare_s >= max(self._wait_s.value, 1e-6)
 
     def draft(self, queues: Queues, make_room: MakeRoom) -> None:
-        """Give sequences drafts that are expected to pay; no step is in flight. `make_room`:
+        """Give sequences the drafts that are expected to pay; no step is in flight. `make_room`:
         Preemption's, for drafts whose KV is computed."""
         if not self.is_due(queues):
             return
@@ -110,7 +109,7 @@ class Speculator:
             self.waited(self._clock.monotonic_s() - began_s)
 
     def _propose(self, contexts: Iterable[Context]) -> list[tuple[Sequence, Row[int]]]:
-        """The drafts of each context that may be verified."""
+        """The drafts of each context, without those that the grammar rejects."""
         asked = [*contexts]
         if not asked:
             return []
@@ -123,8 +122,8 @@ class Speculator:
         return [(one.sequence, self._fitting(one.sequence, drafts)) for one, drafts in pairs]
 
     def settle(self, shape: StepShape) -> bool:
-        """Note that a step of this shape is launched; returns whether it has drafts. Sequences that
-        had no room in it lose theirs."""
+        """Record that a step of this shape is launched; returns whether it has drafts. Drafts of
+        sequences that are not in the step are dropped."""
         self._last_shape = shape
         has_drafts = False
         for sequence in self._drafted:
@@ -142,7 +141,7 @@ class Speculator:
     # -- after a step -----------------------------------------------------------------------------
 
     def passed(self, shape: StepShape, seconds: float, *, has_drafts: bool) -> None:
-        """Record the time of a step with decodes; a share of it may be spent on probes."""
+        """Record the time of a step with decodes; a share of the time may be spent on probes."""
         self._spare_s = min(self._spare_s + _PROBE_SHARE * seconds, _LONGEST_PROBE_S)
         cost = self._costs.estimate()
         if cost is not None and not shape.num_prompt_tokens:
@@ -159,7 +158,7 @@ class Speculator:
     def accepted_tokens(self, sequence: Sequence, sampled: SampledToken) -> list[SampledToken]:
         """The tokens that a step adds to a sequence: its accepted drafts, and the one after them.
 
-        Rolls the sequence back to these: they are awaited, and no draft is left.
+        Rolls the sequence back to these tokens: they are awaited, and no drafts are left.
         """
         drafts, sequence.draft_token_ids = sequence.draft_token_ids, ()
         tokens = []
@@ -190,7 +189,7 @@ class Speculator:
     # -- internal ---------------------------------------------------------------------------------
 
     def _room(self, sequence: Sequence) -> int:
-        """How many drafts fit in its output, with one token after them."""
+        """How many drafts fit in the sequence's output, with one token after them."""
         num_left = self._limits.max_outputs(sequence.request) - sequence.num_outputs
         return min(self._most, num_left - 1)
 
@@ -243,7 +242,7 @@ class Speculator:
     def _probe(
         self, found: Lengths, num_drafts: Row[int], beside: StepShape, cost: StepCost
     ) -> Row[int]:
-        """Now and then the drafts of one sequence, while none are expected to pay."""
+        """Occasionally verify the drafts of one sequence while no drafts are expected to pay."""
         lengths = found.num_drafts
         candidates = [index for index, count in enumerate(num_drafts) if count]
         if not candidates:
@@ -261,7 +260,7 @@ class Speculator:
 
 
 def _may_have_drafts(sequence: Sequence) -> bool:
-    """Whether it decodes, and its request allows drafts."""
+    """Whether the sequence decodes, and its request allows drafts."""
     if not sequence.request.sampling.speculative or not sequence.awaits_tokens:
         return False  # held sequences and beams await no token
     return sequence.state is SequenceState.RUNNING and not sequence.is_prefilling

@@ -1,1 +1,1 @@
-"""Builds the modules of a model, and names their weights as checkpoints do."""
+"""Builds the modules of a model, and registers their weights under checkpoint names."""

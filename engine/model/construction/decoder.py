@@ -1,5 +1,5 @@
-"""Builds a model's decoder, or one stage of it, from its configuration: the modules of a layer, the
-part of each that a rank has, and the names of their weights. Knows no file.
+"""Builds a model's decoder, or one pipeline stage of it, from its configuration: the modules of a
+layer, the rank's part of each, and the names of their weights. Knows no file.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def make_attention(
     placement: Placement,
     num_inputs: int | None = None,
 ) -> Attention:
-    """`place`: the layer's index among those whose KV this rank stores. `num_inputs`: the hidden
-    size unless given."""
+    """`place`: the layer's index among those whose KV this rank stores. `num_inputs`: None: the
+    hidden size."""
     communicator, dim = placement.communicator, config.head_dim
     heads = heads_of_rank(config, communicator.rank, communicator.size)
     qkv = make_linear(

@@ -1,4 +1,4 @@
-"""Builds the experts of a layer: two stacked weights, whose views are named as in checkpoints.
+"""Builds the experts of a layer: two stacked weights, with views under the names of checkpoints.
 
     published checkpoints    three matrices for each expert
     transformers 5           two tensors for all experts of a layer
@@ -23,14 +23,14 @@ _MERGED_GATE_UP, _MERGED_DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 
 def is_merged_name(name: str) -> bool:
-    """Whether a checkpoint with a tensor of this name has all experts of a layer in one."""
+    """Whether a checkpoint with this tensor name stores all experts of a layer in one tensor."""
     return name.endswith(f".{_MERGED_GATE_UP}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A rank's part: experts [first, first + count), and of each the inner dimension's
-    [first_inner, first_inner + inner)."""
+    """A rank's experts [first, first + count), and its part [first_inner, first_inner + inner) of
+    their inner dimension."""
 
     first: int
     count: int
@@ -80,7 +80,7 @@ def make_experts(
 
 
 def _published_names(prefix: str, config: ExpertsConfig) -> list[list[str]]:
-    """The names of gate, up and down projections, each a list of all experts."""
+    """The names of all experts' gate, up and down projections, a list for each kind."""
     experts = range(config.num_experts)
     return [[f"{prefix}.experts.{n}.{name}" for n in experts] for name in config.projections]
 
@@ -103,7 +103,7 @@ def _name_published(
         parts = ((gate_up, rows, 0), (gate_up, rows, inner), (down, columns, 0))
         for name, (weight, cut, start) in zip(of_expert, parts, strict=True):
             num_rows = inner if weight is gate_up else len(down)
-            if not is_mine:  # another rank's: nothing of it is read
+            if not is_mine:  # on another rank: nothing is read
                 cut, start, num_rows = Cut(0, 0, num_rows), 0, 0
             target = placement.target(name, weight, cut, start, num_rows)
             placement.targets[f"{name}.weight"] = target

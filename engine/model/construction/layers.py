@@ -1,5 +1,5 @@
-"""Builds the blocks of layers.py with uninitialised weights, and registers these in the placement's
-`targets` under the names that checkpoints give them. Knows no file and no layer.
+"""Builds the blocks of layers.py with uninitialised weights, and registers the weights in the
+placement's `targets` under their checkpoint names. Knows no file and no layer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def all_outputs(name: str, full: int) -> Outputs:
 
 
 def outputs_of_rank(name: str, full: int, communicator: Communicator) -> Outputs:
-    """The rank's equal part."""
+    """This rank's equal part of the outputs."""
     count = full // communicator.size
     return Outputs(name, count, communicator.rank * count, full)
 
@@ -62,13 +62,13 @@ def make_linear(
             of_bias = Target(bias[first : first + part.count], cut)
             placement.targets[f"{part.name}.bias"] = of_bias
         first += part.count
-    added_bias = None if rank else bias  # summands of all ranks add up: one has it
+    added_bias = None if rank else bias  # the ranks' summands add up: only one has the bias
     inputs = (width, rank * width, num_inputs)
     return kind(weight, added_bias, placement.ops, ranks, outputs, inputs)
 
 
 def make_float_weight(name: str, num_outputs: int, num_inputs: int, placement: Placement) -> Tensor:
-    """A weight that every rank has whole, dequantised if it is quantised in the checkpoint."""
+    """A weight that is whole on every rank, dequantised if quantised in the checkpoint."""
     floats = replace(placement, stays_quantised=False)
     weight = floats.weight([name], num_outputs, num_inputs)
     assert isinstance(weight, Tensor)
@@ -98,14 +98,13 @@ def make_norm(name: str, size: int, eps: float, placement: Placement) -> RMSNorm
 def make_embedding(
     name: str, vocab_size: int, size: int, placement: Placement, *, is_head: bool = False
 ) -> Embedding:
-    """`is_head`: an LM head, which is dequantised as it is loaded if it is quantised in the
-    checkpoint."""
+    """`is_head`: an LM head, which is dequantised while loading if quantised in the checkpoint."""
     communicator = placement.communicator
     num_rows = -(-vocab_size // communicator.size)
     first = min(communicator.rank * num_rows, vocab_size)
     num_ids = min(num_rows, vocab_size - first)
     weight = placement.matrix(num_rows, size)
-    weight[num_ids:] = 0  # padding must be numbers
+    weight[num_ids:] = 0  # padding must not be NaN
     cut = Cut(0, first, vocab_size)
     if is_head:
         target = placement.target(name, weight, cut, 0, num_ids)

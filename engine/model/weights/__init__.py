@@ -1,1 +1,1 @@
-"""Weights of a model: where they lie, and how a checkpoint's files fill them."""
+"""The weights of a model: their placement in memory, and how a checkpoint fills them."""

@@ -1,8 +1,8 @@
 """Weights from a Hugging Face directory, checked and read into a model's tensors.
 
-Reads safetensors only, mapped, each tensor once; sharded by its index or not. A pickle is never
-opened. Knows no architecture: a model names the tensors it must have and where they go, or which
-part of them; of a part no more than that is read.
+Reads only safetensors, sharded or not, memory-mapped, each tensor once. A pickle is never opened.
+Knows no architecture: a model gives the names of its tensors, where they go, and which part of each
+it needs; only that part is read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .int4_files import Read, check_scale, checks_of, module_of
 from .targets import Target
 from .weight_files import weight_files
 
-# Old checkpoints carry these; they follow from config.json.
+# Old checkpoints contain these tensors, which follow from config.json.
 _DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 _DTYPES = {"F64", "F32", "F16", "BF16"}
 _FP8 = "F8_E4M3"
@@ -39,15 +39,15 @@ def load_weights(
     ignored: frozenset[str] = frozenset(),
     on_progress: OnProgress | None = None,
 ) -> None:
-    """Fill every target from the checkpoint, converting its type.
+    """Fill every target from the checkpoint, converting types.
 
-    `ignored` and the errors are those of `check_weights`, which is called first.
+    Calls `check_weights` first, for `ignored` and the errors see there.
     """
     scales = check_weights(model_dir, targets, ignored=ignored)
     progress = LoadProgress(targets, on_progress)
     files, device = weight_files(model_dir), next(iter(targets.values())).tensor.device
     locations = {name: path for path in files for name in _tensor_names(path)}
-    # By the tensors that have most of the bytes.
+    # Each target is filled when the file with its largest tensor is open.
     read_from = {_first_tensor(name, target): name for name, target in targets.items()}
     for path in files:
         with _open(path, device) as file:
@@ -70,7 +70,7 @@ def _first_tensor(name: str, target: Target) -> str:
 
 
 def _reader(file: Any, path: Path, locations: Mapping[str, Path], device: torch.device) -> Read:
-    """Reads a part of any tensor; `file` is the open one at `path`."""
+    """A function that reads a part of any tensor; `file`: the open file at `path`."""
 
     def read(name: str, wanted: tuple[slice, ...]) -> Tensor:
         there = locations[name]
@@ -84,11 +84,11 @@ def _reader(file: Any, path: Path, locations: Mapping[str, Path], device: torch.
 def check_weights(
     model_dir: Path, targets: Mapping[str, Target], *, ignored: frozenset[str] = frozenset()
 ) -> dict[str, Tensor]:
-    """Whether the checkpoint can fill the targets, which may be on the device `meta`.
+    """Check that the checkpoint can fill the targets, which may be on the device `meta`.
 
-    Returns the scales of quantised weights, by name, in float32. `ignored` tensors may be there.
-    Raises StartupFailed naming the first tensor that is missing, unexpected, mis-shaped or of
-    another type than its target asks for, and a scale that is not above 0.
+    Returns the scales of quantised weights, by name, in float32. `ignored` tensors may be present.
+    Raises StartupFailed naming the first tensor that is missing, unexpected, of a wrong shape or
+    type for its target, or has a scale that is not above 0.
     """
     scaled = {
         target.quantised.scale_name: (name, target.quantised.scaling)
@@ -128,12 +128,12 @@ def check_weights(
 
 
 def tensor_names(model_dir: Path) -> frozenset[str]:
-    """Of all tensors of a checkpoint; raises StartupFailed."""
+    """The names of all tensors of a checkpoint; raises StartupFailed."""
     return frozenset(name for path in weight_files(model_dir) for name in _tensor_names(path))
 
 
 def read_integers(model_dir: Path, name: str, size: int, most: int) -> Tensor:
-    """The tensor `name` [size] int64, of numbers below `most` in size. Raises StartupFailed."""
+    """The tensor `name` [size] int64, absolute values below `most`. Raises StartupFailed."""
     for path in weight_files(model_dir):
         with _open(path) as file:
             if name not in file.keys():  # noqa: SIM118
@@ -152,9 +152,9 @@ def read_integers(model_dir: Path, name: str, size: int, most: int) -> Tensor:
 
 @contextmanager
 def _open(path: Path, device: torch.device | None = None) -> Iterator[Any]:
-    """Map a safetensors file; what is wrong with it becomes StartupFailed.
+    """Map a safetensors file; errors become StartupFailed.
 
-    Its tensors come straight to `device`, without a copy in host memory.
+    Its tensors are read directly to `device`, without a copy in host memory.
     """
     try:
         with safe_open(path, framework="pt", device=str(device or "cpu")) as file:
@@ -189,7 +189,7 @@ def _check(path: Path, file: Any, name: str, target: Target) -> None:
 def _read_scale(
     path: Path, file: Any, name: str, weight: str, scaling: str, full_shape: tuple[int, ...]
 ) -> Tensor:
-    """In float32, on the CPU: [1] for the whole weight, [outputs], or [blocks, blocks]."""
+    """A scale in float32 on the CPU: [1] for the whole weight, [outputs], or [blocks, blocks]."""
     source = file.get_slice(name)
     shape, dtype = tuple(source.get_shape()), source.get_dtype()
     outputs, inputs = full_shape

@@ -22,15 +22,15 @@ def fill_dummy_weights(
     stds: Mapping[str, float] = MappingProxyType({}),
     on_progress: OnProgress | None = None,
 ) -> None:
-    """Random weights: norms 1, biases 0, matrices normal(0, std), or what `stds` has by name.
+    """Random weights: norms 1, biases 0, matrices normal(0, std), or `stds` by name.
 
-    Each tensor depends on the seed and its name alone, not on the order of loading; a part of one
-    is that part of the whole.
+    A tensor depends only on the seed and its name, not on the order of loading; a rank's part is
+    the same part of the whole tensor.
     """
     progress = LoadProgress(targets, on_progress)
     for name, target in targets.items():
         shape = target.tensor.shape
-        if not shape.numel():  # another rank's
+        if not shape.numel():  # on another rank
             pass
         elif len(shape) == 2:
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()

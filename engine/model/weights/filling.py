@@ -1,7 +1,7 @@
-"""Fills a model's tensors, or the parts of them that a rank has, with a checkpoint's numbers.
+"""Fills a model's tensors, or a rank's parts of them, with a checkpoint's numbers.
 
-Quantised weights are dequantised, and floats quantised, where the target asks for it: matrix by
-matrix, some rows at a time.
+Quantised weights are dequantised, and floats quantised, as the target requires: matrix by matrix,
+some rows at a time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .int4_files import Read, module_of, read_int4
 from .int4_layout import Int4
 from .targets import Cut, Quantised, Target
 
-OnProgress = Callable[[int, int], None]  # bytes loaded, as they are in the model's memory, of all
-_NUMBERS_AT_ONCE = 1 << 20  # that are quantised or dequantised, some times four bytes each
+OnProgress = Callable[[int, int], None]  # bytes loaded and bytes in total, as in the model's memory
+_NUMBERS_AT_ONCE = 1 << 20  # quantised or dequantised, each taking several times 4 bytes
 
 
 class LoadProgress:
@@ -40,7 +40,7 @@ class LoadProgress:
 
 
 def fill(file: Any, name: str, target: Target, scales: Mapping[str, Tensor]) -> None:
-    """What is one tensor in the file, with scales or without."""
+    """Fill a target that is one tensor in the file, with scales or without."""
     if not target.tensor.numel():
         return
     quantised = target.quantised
@@ -54,7 +54,7 @@ def fill(file: Any, name: str, target: Target, scales: Mapping[str, Tensor]) -> 
     elif len(target.tensor.shape) == 3:
         _quantise_experts(target, quantised, source)
     elif quantised.scale_name is None:
-        # An output's scales are made of all its inputs, on whichever rank.
+        # On every rank, an output's scales are computed from all its inputs.
         rows = wanted_rows(target)
         _quantise(target, quantised, file.get_tensor(name) if is_whole else source[rows])
     else:
@@ -64,7 +64,7 @@ def fill(file: Any, name: str, target: Target, scales: Mapping[str, Tensor]) -> 
 
 
 def _quantise(target: Target, quantised: Quantised, floats: Tensor) -> None:
-    """`floats` [outputs, inputs]: all inputs of the target's outputs."""
+    """Fill the target from `floats` [outputs, inputs]: all inputs of its outputs."""
     if quantised.int4 is not None:
         fill_groups(target, quantised.int4, floats)
         return
@@ -78,7 +78,7 @@ def _quantise(target: Target, quantised: Quantised, floats: Tensor) -> None:
 
 
 def fill_groups(target: Target, int4: Int4, floats: Tensor) -> None:
-    """The same in four bits."""
+    """Quantise `floats` to four bits, as `_quantise`, and fill the target."""
     (num_rows, width), first = target.tensor.shape, target.first[1]
     columns, size = slice(first, first + width), int4.group_size or floats.shape[1]
     for rows in _rows_at_once(num_rows, floats.shape[1]):
@@ -92,7 +92,7 @@ def fill_groups(target: Target, int4: Int4, floats: Tensor) -> None:
 
 
 def unpack(name: str, target: Target, int4: Int4, read: Read) -> None:
-    """Fill a target from a checkpoint's weight of four bits."""
+    """Fill a target from a checkpoint's int4 weight."""
     if not target.tensor.numel():
         return
     num_rows, width = target.tensor.shape
@@ -116,7 +116,7 @@ def _rows_at_once(num_rows: int, width: int) -> Iterator[slice]:
 
 
 def _quantise_experts(target: Target, quantised: Quantised, source: Any) -> None:
-    """`source` [experts, outputs, inputs] of floats, one expert after the other."""
+    """Quantise `source` [experts, outputs, inputs], floats, expert by expert."""
     stacked, (count, _, _) = target.tensor, target.tensor.shape
     cut = target.cut or Cut(0, 0, count)
     first = cut.start if cut.dim == 0 else 0
@@ -134,11 +134,11 @@ def _quantise_experts(target: Target, quantised: Quantised, source: Any) -> None
 
 
 def store(target: Target, quantised: Quantised, data: Tensor, scale: Tensor, scaling: str) -> None:
-    """Fill the target with `data` [outputs, inputs], e4m3: its part of a weight with `scale`."""
+    """Fill the target with `data` [outputs, inputs], e4m3, its part of a weight with `scale`."""
     (num_rows, width), (first_row, first_column) = data.shape, target.first
 
     def of_rows(first: int, count: int) -> Tensor:
-        """The scale of each weight of some rows of the part."""
+        """The scales of `count` rows of the part from row `first` on."""
         start = first_row + first
         if scaling == BLOCK_SCALED:
             return spread(scale, (count, width), (start, first_column))
@@ -161,7 +161,7 @@ def store(target: Target, quantised: Quantised, data: Tensor, scale: Tensor, sca
 
 
 def wanted_rows(target: Target) -> tuple[slice, ...]:
-    """All inputs of the target's outputs."""
+    """The slices of the checkpoint's tensor with all inputs of the target's outputs."""
     return (
         wanted_part(target)[:1]
         if target.cut is not None and target.cut.dim == 0
@@ -170,7 +170,7 @@ def wanted_rows(target: Target) -> tuple[slice, ...]:
 
 
 def wanted_part(target: Target) -> tuple[slice, ...]:
-    """Which part of the checkpoint's tensor the target is."""
+    """The slices of the checkpoint's tensor that the target holds."""
     if target.cut is None:
         return (slice(None),)
     stop = target.cut.start + target.tensor.shape[target.cut.dim]

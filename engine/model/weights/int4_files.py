@@ -1,4 +1,4 @@
-"""Weights of four bits as checkpoints have them, checked and unpacked: see int4_layout.py."""
+"""Checks and unpacks the int4 weights of checkpoints: see int4_layout.py."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _ZERO = 8
 _SCALE_DTYPES = ("F16", "BF16", "F32")
 _WHOLE_DTYPES = ("I32", "I64")
 
-Check = Callable[[Path, Any, str], None]  # of a file's tensor by its name
-Read = Callable[[str, tuple[slice, ...]], Tensor]  # a part of a tensor by its name
+Check = Callable[[Path, Any, str], None]  # check a tensor of a file: path, open file, name
+Read = Callable[[str, tuple[slice, ...]], Tensor]  # read a part of a tensor: name, slices
 
 
 def module_of(name: str) -> str:
-    """The projection of a target."""
+    """The name of the projection of a target."""
     return name.removesuffix(".weight")
 
 
 def checks_of(targets: Mapping[str, Target], names: Iterable[str]) -> dict[str, Check]:
-    """What must hold of each tensor that the targets in int4 are read from, by its name.
+    """The checks of the tensors that int4 targets are read from, by tensor name.
 
-    `names`: of all tensors that there are. Raises StartupFailed for sizes that cannot be packed.
+    `names`: all tensors of the checkpoint. Raises StartupFailed for sizes that cannot be packed.
     """
     there, found = frozenset(names), dict[str, Check]()
     for name, target in targets.items():
@@ -42,13 +42,13 @@ def checks_of(targets: Mapping[str, Target], names: Iterable[str]) -> dict[str, 
 
 
 def _int4_of(target: Target) -> Int4 | None:
-    """None if the target is not read from weights of four bits."""
+    """The quantisation of a target that is read from int4 weights, else None."""
     quantised = target.quantised
     return quantised.int4 if quantised is not None and quantised.scale_name else None
 
 
 def _checks(module: str, shape: tuple[int, ...], int4: Int4) -> Iterator[tuple[str, Check, bool]]:
-    """Tensors with their checks, and whether they must be there."""
+    """The tensors of a projection: name, check, and whether the tensor is required."""
     outputs, inputs = shape
     for unit, count, what in (
         (int4.unit, inputs, "inputs"),
@@ -81,7 +81,7 @@ def _matrix_check(wanted: tuple[int, int], *, is_scale: bool) -> Check:
 
 
 def check_scale(path: Path, name: str, scale: Tensor) -> None:
-    """Raises StartupFailed unless all are finite numbers above 0."""
+    """Raise StartupFailed unless all scales are finite and above 0."""
     wrong = scale[~(scale.isfinite() & (scale > 0))]
     if len(wrong):
         raise StartupFailed(
@@ -144,7 +144,7 @@ def read_int4(
 
     def part(piece: Piece) -> Tensor:
         found = read(module + piece.suffix, piece.part(outputs, inputs, int4.group_size))
-        first = outputs.start % piece.outputs  # its first word may begin with others' outputs
+        first = outputs.start % piece.outputs  # outputs before the part in its first word
         return _unpacked(found, piece)[first : first + outputs.stop - outputs.start]
 
     scale, numbers = part(layout.scales), part(layout.numbers)
@@ -156,7 +156,7 @@ def read_int4(
 
 
 def _unpacked(packed: Tensor, piece: Piece) -> Tensor:
-    """[outputs, inputs]: numbers uint8 of words, or what is in none as it is."""
+    """`packed` as [outputs, inputs]: unpacked to uint8 if it is packed in words, else unchanged."""
     by_outputs = packed if piece.has_outputs_first else packed.t()
     if NUMBERS_OF_WORD not in (piece.inputs, piece.outputs):
         return by_outputs

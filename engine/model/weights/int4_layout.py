@@ -1,12 +1,12 @@
-"""How weights of four bits lie in checkpoints: which tensors a projection has, and what of.
+"""The layouts of int4 weights in checkpoints: the tensors of a projection, and their shapes.
 
-    layout        numbers               zeros                  scales             besides
+    layout        numbers               zeros                  scales             others
     gptq          qweight [in/8, out]   qzeros [groups, out/8] scales [groups, out]  g_idx [in]
     awq           qweight [in, out/8]   qzeros [groups, out/8] scales [groups, out]
     compressed    weight_packed         weight_zero_point      weight_scale       weight_shape,
                   [out, in/8]           [out/8, groups]        [out, groups]      weight_g_idx
 
-Numbers and zeros are eight to a word of 32 bits, the first in the lowest bits, but for awq's order.
+Words of 32 bits hold eight numbers or zeros, the first in the lowest bits; awq has another order.
 Standard library only.
 """
 
@@ -17,27 +17,27 @@ from dataclasses import dataclass
 
 NUMBERS_OF_WORD = 8
 _IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the n-th number of a word is
-_GROUP = 0  # in place of a number: as many as a group has
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of its n-th number
+_GROUP = 0  # stands for the group size
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One of the matrices that a weight consists of."""
+    """One of the matrices of a weight."""
 
-    suffix: str  # behind the projection's name
-    inputs: int  # of an element
+    suffix: str  # after the projection's name
+    inputs: int  # that one element covers
     outputs: int
     has_outputs_first: bool = False  # [outputs, inputs], else [inputs, outputs]
     order: tuple[int, ...] = _IN_ORDER
 
     def shape(self, outputs: int, inputs: int, group_size: int | None) -> tuple[int, int]:
-        """Of a weight of so many."""
+        """The matrix's shape for a weight of `outputs` and `inputs`."""
         sizes = (outputs // self.outputs, inputs // (self.inputs or group_size or inputs))
         return sizes if self.has_outputs_first else (sizes[1], sizes[0])
 
     def part(self, outputs: slice, inputs: slice, group_size: int | None) -> tuple[slice, slice]:
-        """What has these outputs, in whole words, and these inputs, which `unit` divides."""
+        """The slices with these outputs, in whole words, and inputs, multiples of `Int4.unit`."""
         each = self.inputs or group_size
         if each is None:
             columns = slice(0, 1)
@@ -49,18 +49,18 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Of a format's checkpoints."""
+    """The tensors of a projection in the checkpoints of one format."""
 
     numbers: Piece
     zeros: Piece
     scales: Piece
-    order: str | None = None  # suffix: the group of each input
-    shape: str | None = None  # suffix: outputs and inputs
-    has_spare_biases: bool = False  # of zeros, where the architecture has none
+    order: str | None = None  # suffix of the tensor with the group of each input
+    shape: str | None = None  # suffix of the tensor [outputs, inputs]
+    has_spare_biases: bool = False  # biases of zeros where the architecture has none
 
     @property
     def besides(self) -> tuple[str, ...]:
-        """Suffixes of what has no numbers."""
+        """Suffixes of the tensors other than `numbers`."""
         named = (self.zeros.suffix, self.scales.suffix, self.order, self.shape)
         return tuple(suffix for suffix in named if suffix is not None)
 
@@ -90,13 +90,13 @@ LAYOUTS = {
 
 @dataclass(frozen=True, slots=True)
 class Int4:
-    """How the weights of a model are quantised in four bits."""
+    """How the weights of a model are quantised to four bits."""
 
-    group_size: int | None  # inputs that share a scale; None: all of an output
-    layout_name: str | None = None  # of LAYOUTS; None: quantised as they are loaded
+    group_size: int | None  # inputs that share a scale; None: all inputs
+    layout_name: str | None = None  # of LAYOUTS; None: quantised while loading
     has_zeros: bool = False  # in the checkpoint, else all are 8
-    zero_offset: int = 0  # what zeros are above those in the checkpoint
-    is_ordered: bool = False  # groups may be of inputs in any order: the checkpoint must name them
+    zero_offset: int = 0  # added to the zeros of the checkpoint
+    is_ordered: bool = False  # groups of inputs in any order: the checkpoint must have `order`
 
     @property
     def layout(self) -> Layout:
@@ -105,12 +105,12 @@ class Int4:
 
     @property
     def unit(self) -> int:
-        """What divides the inputs of a part."""
+        """The inputs of a rank's part must be a multiple of this."""
         return self.group_size or NUMBERS_OF_WORD
 
     @property
     def pieces(self) -> Iterator[Piece]:
-        """That must be there."""
+        """The matrices that a checkpoint must have."""
         layout = self.layout
         yield from (layout.numbers, layout.scales)
         if self.has_zeros:

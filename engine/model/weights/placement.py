@@ -1,4 +1,4 @@
-"""Where a model's weights lie and of what type they are: makes them, to be filled by a loader."""
+"""Allocates a model's weights, of the right type on the right device, for a loader to fill."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from .targets import Cut, Quantised, Target
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where weights lie, of what type they are, what computes with them, and with which ranks.
+    """The device and type of weights, and the ops and ranks that compute with them.
 
-    K and V lie behind `layers_in_front` of a pool that has `pool_kv_heads` on this rank. None: as
-    many as the model; with a multiple each of its heads is there several times.
+    K and V come after `layers_in_front` layers of a pool with `pool_kv_heads` on this rank; None:
+    as many as the model has. With a multiple, the pool holds several copies of each KV head.
 
-    `targets`: what a checkpoint has to fill of all that was made here. `has_merged_experts`: it has
-    those of a layer as one tensor, as transformers 5 writes them.
+    `targets`: all tensors made here that a checkpoint must fill. `has_merged_experts`: the
+    checkpoint stores all experts of a layer in one tensor, as transformers 5 does.
     """
 
     device: torch.device
     dtype: torch.dtype
     ops: Ops = field(default_factory=Ops)
     communicator: Communicator = field(default_factory=Communicator)
-    has_expert_parallel: bool = False  # each rank has some experts whole
+    has_expert_parallel: bool = False  # each rank has some whole experts
     quantization: Quantization | None = None
-    stays_quantised: bool = False  # else quantised weights become `dtype` as they are loaded
-    layers_in_front: int = 0  # of another model
+    stays_quantised: bool = False  # else weights are dequantised to `dtype` while loading
+    layers_in_front: int = 0  # layers of another model in the pool
     pool_kv_heads: int | None = None
     has_merged_experts: bool = False
     targets: dict[str, Target] = field(default_factory=dict)
 
     def of_model(self) -> Placement:
-        """The same, with targets of its own."""
+        """A copy with its own, empty targets."""
         return replace(self, targets={})
 
     def vector(self, size: int) -> Tensor:
@@ -51,26 +51,26 @@ class Placement:
     def matrix(self, num_outputs: int, num_inputs: int) -> Tensor:
         """An uninitialised weight [num_outputs, num_inputs].
 
-        On a CPU it lies column by column: BLAS is then faster for few rows of input, and from two
-        rows on sums each row in an order that does not depend on how many there are.
+        Column-major on a CPU: BLAS is then faster for few input rows, and for two or more rows the
+        order of a row's sum does not depend on the number of rows.
         """
         if self.device.type == "cpu":
             return torch.empty(num_inputs, num_outputs, dtype=self.dtype).t()
         return torch.empty(num_outputs, num_inputs, dtype=self.dtype, device=self.device)
 
     def _matrices(self, count: int, num_outputs: int, num_inputs: int) -> Tensor:
-        """[count, num_outputs, num_inputs]: as many of `matrix`, behind each other."""
+        """`count` matrices as of `matrix`, stacked: [count, num_outputs, num_inputs]."""
         if self.device.type == "cpu":
             return torch.empty(count, num_inputs, num_outputs, dtype=self.dtype).transpose(1, 2)
         return torch.empty(count, num_outputs, num_inputs, dtype=self.dtype, device=self.device)
 
     def weight(self, names: Sequence[str], num_outputs: int, num_inputs: int) -> Weight:
-        """An uninitialised weight of the checkpoint's projections `names`, one behind the other."""
+        """An uninitialised weight of the checkpoint's projections `names`, stacked by outputs."""
         scaling = self._scaling_of(names)
         if scaling is None or not self.stays_quantised:
             return self.matrix(num_outputs, num_inputs)
         if scaling == GROUP_SCALED:
-            if num_inputs % CHUNK:  # in no kernel's layout
+            if num_inputs % CHUNK:  # no kernel has a layout for it
                 return self.matrix(num_outputs, num_inputs)
             return Int4Weight.empty(num_outputs, num_inputs, self._group_size, self.device)
         data = torch.empty(num_outputs, num_inputs, dtype=FP8, device=self.device)
@@ -88,9 +88,9 @@ class Placement:
         hidden: int,
         inner: int,
     ) -> tuple[StackedWeights, StackedWeights]:
-        """(gate_up, down) of `count` experts, uninitialised, of the checkpoint's projections.
+        """Uninitialised weights (gate_up, down) of `count` experts, by checkpoint projections.
 
-        In int4 both stay packed, or none does.
+        In int4 either both stay packed or neither.
         """
         of_both = self._scaling_of(gate_up_names), self._scaling_of(down_names)
         sizes = ((count, 2 * inner, hidden), (count, hidden, inner))
@@ -117,7 +117,7 @@ class Placement:
         return ExpertWeights(values, self._scales(count, num_outputs))
 
     def merged_target(self, names: Sequence[str], weights: StackedWeights, cut: Cut) -> Target:
-        """All of `weights`, made for `names`, where one tensor of the checkpoint has them."""
+        """The target for all of `weights`, of projections `names`, stored in one tensor."""
         matrices: Tensor | Int4Experts
         if isinstance(weights, Int4Experts):
             matrices, scale = weights, None
@@ -135,7 +135,7 @@ class Placement:
         return Target(matrices, cut, quantised)
 
     def target(self, name: str, weight: Weight, cut: Cut, first: int, count: int) -> Target:
-        """Rows [first, first + count) of `weight`, made for the checkpoint's projection `name`."""
+        """The target for rows [first, first + count) of `weight`, of projection `name`."""
         scaling, quantization = self._scaling_of([name]), self.quantization
         if scaling is None or quantization is None:
             assert isinstance(weight, Tensor)
@@ -161,7 +161,7 @@ class Placement:
         return Target(matrix[first : first + count], cut, quantised)
 
     def _scaling_of(self, names: Sequence[str]) -> str | None:
-        """None if the projections are not quantised."""
+        """How the projections' weights are scaled; None if they are not quantised."""
         covered = {self.quantization is not None and self.quantization.covers(n) for n in names}
         if len(covered) > 1:
             raise StartupFailed(
@@ -171,7 +171,7 @@ class Placement:
 
     @property
     def _group_size(self) -> int:
-        """Of weights in int4 that stay packed."""
+        """The group size of int4 weights that stay packed."""
         assert self.quantization is not None and self.quantization.int4 is not None
         return self.quantization.int4.group_size or CHUNK
 

@@ -1,6 +1,6 @@
 """Where a checkpoint's tensors go: a model's `targets` are views to fill, by name.
 
-Merged projections hand out views into one matrix, so the loader knows nothing of merging.
+Merged projections are views into one matrix, so the loader does not depend on merging.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .int4_layout import Int4
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A part of a checkpoint's tensor: from `start` on along `dim`, where that has `full`.
+    """A part of a checkpoint's tensor: from `start` on along `dim`, whose full size is `full`.
 
-    `pieces`: that part of each of so many equal pieces of the dimension.
+    `pieces`: the dimension has that many equal pieces, and the part is taken of each.
     """
 
     dim: int
@@ -32,17 +32,17 @@ class Cut:
 class Quantised:
     """How the weight of a target is quantised."""
 
-    scaling: str  # as Quantization's
-    scale_name: str | None  # of the checkpoint's tensor; None: quantised as it is loaded
-    scale: Tensor | None  # as the weight's, to be filled; None: the target has none
+    scaling: str  # as in Quantization
+    scale_name: str | None  # of the checkpoint's tensor; None: quantised while loading
+    scale: Tensor | None  # to be filled with the weight's scales; None: the target has none
     int4: Int4 | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a checkpoint's tensor goes, or with `cut` as much of it as `tensor` has room for.
+    """The destination of a checkpoint's tensor, or with `cut` of a part of the size of `tensor`.
 
-    One in int4 goes by the name that its weight has in floats, X.weight.
+    An int4 target has the name of the weight in floats, X.weight.
     """
 
     tensor: Tensor | Int4Weight | Int4Experts
@@ -51,14 +51,14 @@ class Target:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """That of the checkpoint's tensor."""
+        """The shape of the checkpoint's tensor."""
         shape = list(self.tensor.shape)
         if self.cut is not None:
             shape[self.cut.dim] = self.cut.full
         return tuple(shape)
 
     def parts(self) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-        """Views of `tensor`, of floats, each with the slices of the checkpoint's tensor."""
+        """Views of the float `tensor`, each with the slices of the checkpoint's tensor to copy."""
         cut, tensor = self.cut, self.floats
         if cut is None:
             yield tensor, (slice(None),)
@@ -71,14 +71,14 @@ class Target:
 
     @property
     def first(self) -> tuple[int, int]:
-        """Of a matrix: where the part begins in the checkpoint's tensor."""
+        """Where the part of a matrix begins in the checkpoint's tensor: (row, column)."""
         if self.cut is None:
             return 0, 0
         return (self.cut.start, 0) if self.cut.dim == 0 else (0, self.cut.start)
 
     @property
     def floats(self) -> Tensor:
-        """`tensor`, where it is not packed."""
+        """`tensor` of a target that is not packed."""
         assert isinstance(self.tensor, Tensor)
         return self.tensor
 

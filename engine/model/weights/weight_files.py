@@ -1,7 +1,7 @@
 """Which safetensors files a checkpoint has, and how many bytes its weights will take in memory.
 
-Standard library only: `baton up` decides by it before any engine is started. What the tensors hold
-is checkpoint.py's to read.
+Standard library only: `baton up` uses it before any engine is started. checkpoint.py reads the
+tensors.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
 
 
 def weights_bytes(config: EngineConfig) -> int:
-    """What the weights of `config.model` take on GPUs, over all ranks, in the type that `--dtype`
-    means there. Raises StartupFailed where there are none, or none that can be read.
+    """Bytes that the weights of `config.model` take on GPUs, over all ranks, with `--dtype`. Raises
+    StartupFailed if there are none or they cannot be read.
 
-    Quantised weights become floats but where `stays_packed`.
+    Quantised weights become floats unless `stays_packed`.
     """
     folder = resolve_model_dir(config.model)
     model = read_model_config(folder, config.quantization)
@@ -76,7 +76,7 @@ def weights_bytes(config: EngineConfig) -> int:
 
 
 def _packs_experts(config: EngineConfig, model: ModelConfig) -> bool:
-    """Whether quantised experts may stay so, of the sizes that ranks have."""
+    """Whether quantised experts of the sizes on each rank may stay quantised."""
     if model.experts is None or model.quantization is None or model.quantization.int4 is None:
         return True
     ranks = 1 if config.enable_expert_parallel else config.tensor_parallel_size
@@ -86,7 +86,7 @@ def _packs_experts(config: EngineConfig, model: ModelConfig) -> bool:
 def _num_weights(
     path: Path, quantization: Quantization | None, packs_experts: bool
 ) -> tuple[int, int]:
-    """(floats, weights that may stay quantised), by the file's header."""
+    """The counts (floats, weights that may stay quantised) from the file's header."""
     try:
         with path.open("rb") as file:
             (num_bytes,) = struct.unpack("<Q", file.read(8))
@@ -113,7 +113,7 @@ def _num_weights(
 
 
 def _int4_layout(quantization: Quantization | None) -> Layout | None:
-    """None unless the checkpoint has weights of four bits."""
+    """The layout of a checkpoint's int4 weights, or None."""
     if quantization is None or quantization.int4 is None or quantization.scale_suffix is None:
         return None
     return quantization.int4.layout
@@ -125,7 +125,7 @@ def _is_quantised(name: str, num_dims: int, dtype: str, quantization: Quantizati
         return False
     if layout := _int4_layout(quantization):
         return name.endswith(layout.numbers.suffix)
-    # Of three dimensions are all experts of a layer in one.
+    # A tensor of three dimensions holds all experts of a layer.
     is_projection = num_dims == 3 or (num_dims == 2 and name.endswith(".weight"))
     if quantization.scale_suffix is None:
         return is_projection and quantization.covers(name.removesuffix(".weight"))
@@ -133,7 +133,7 @@ def _is_quantised(name: str, num_dims: int, dtype: str, quantization: Quantizati
 
 
 def _num_dummy_weights(model: ModelConfig, packs_experts: bool) -> tuple[int, int]:
-    """(floats, weights that may stay quantised) of the matrices alone: what else there is takes
+    """The counts (floats, weights that may stay quantised) of the matrices; all other weights are
     less than a thousandth."""
     width, experts = model.hidden_size, model.experts
     attention = 2 * width * model.head_dim * (model.num_heads + model.num_kv_heads)
