@@ -1,4 +1,4 @@
-"""Moves this gateway's requests away from overloaded engines.
+"""Moves this gateway's requests away from engines that cannot serve them in time.
 
     every PERIOD_S   heartbeats ─► choice.py ─► a route with the prefix from the old engine ─►
                                                 session (request/move.py)
@@ -131,7 +131,7 @@ class RequestMover:
     @staticmethod
     def _fetch(source: LinkedEngine, target: LinkedEngine, num_tokens: int) -> Fetch | None:
         """A fetch of all full blocks of the request: KV exists for all tokens but the last. None
-        without an open link: a streaming request does not wait for one."""
+        where no link bandwidth is known: a streaming request does not wait for a new link."""
         size = source.member.block_size
         cached = {source.incarnation: (num_tokens - 1) // size * size}
         rates = {one.incarnation: one.load.link_gbytes_per_s for one in (source, target)}
