@@ -57,7 +57,7 @@ class RedisLease:
 
     async def take(self, least_epoch: int) -> int | None:
         """Take or renew the lease: returns its epoch, at least `least_epoch`. None: another process
-        holds it, or Redis is away. Its duration counts from the request."""
+        holds it. While Redis is away, `epoch`. Its duration counts from the request."""
         asked_s = self._clock.monotonic_s()
         ttl_ms, least = int(self._ttl_s * 1000), min(least_epoch, _MAX_EPOCH)
         try:
