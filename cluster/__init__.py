@@ -1,1 +1,1 @@
-"""The cluster on Redis: directory of members, private server, shared secret."""
+"""The cluster: directory of members on Redis, private Redis server, shared secret, TLS, leases."""

@@ -1,5 +1,5 @@
-"""From when until when certificates in a PEM file are valid, read from their DER; nothing else of
-them is looked at. The ssl module shows these times for peers' certificates only.
+"""Reads the validity periods of the certificates in a PEM file from their DER. The ssl module
+provides these times only for peers' certificates.
 
     Certificate: SEQUENCE { TBSCertificate: SEQUENCE {
         [0] version (may be absent), serial INTEGER, algorithm SEQUENCE, issuer SEQUENCE,
@@ -19,14 +19,14 @@ _SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
 
 @dataclass(frozen=True, slots=True)
 class Validity:
-    """Seconds of Unix time."""
+    """The period in which a certificate is valid, in seconds of Unix time."""
 
     from_s: float
     until_s: float
 
 
 def validities(pem: bytes) -> list[Validity]:
-    """Of every certificate in the file, in its order; raises ValueError."""
+    """The validity of each certificate, in the order of the file; raises ValueError."""
     found = [_validity(ssl.PEM_cert_to_DER_cert(each.decode())) for each in _PEM.findall(pem)]
     if not found:
         raise ValueError("there is no certificate, PEM, in the file")
@@ -45,7 +45,7 @@ def _validity(der: bytes) -> Validity:
 
 
 def _read(der: bytes, tag: int | None = None) -> tuple[bytes, bytes]:
-    """The content of the first element, and what follows it; raises ValueError."""
+    """The content of the first DER element, and the bytes after it; raises ValueError."""
     if len(der) < 2 or (tag is not None and der[0] != tag):
         raise ValueError("what the file has is no certificate")
     length, start = der[1], 2

@@ -1,8 +1,8 @@
 """Directory entries on the wire: one `Member` as JSON, sealed when the deployment has a secret.
 
-Owns the schema check: whatever else lies in Redis under our prefix, junk or forged, raises BadEntry
-and nothing else. What is signed cannot be used again later: it has the Redis server's time, which
-is one clock for all hosts, and a number that grows with each entry of an incarnation.
+Owns the schema check: any other value under the prefix, invalid or forged, raises BadEntry and no
+other error. Signed entries cannot be replayed later: they have the Redis server's time, which is
+one clock for all hosts, and a sequence number that grows with each entry of an incarnation.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .secret import ClusterSecret
 MAX_ENTRY_BYTES = 4096
 
 _MAX_TTL_MS = 60_000
-_CLOCK_SLACK_MS = 1000  # by which a Redis server that takes over may be behind
+_CLOCK_SLACK_MS = 1000  # by which the clock of a Redis server after a failover may be behind
 
 
 class BadEntry(Exception):
-    """This is not an entry that we can use; the text is why."""
+    """Not a usable entry; the text is the reason."""
 
 
 def is_incarnation(name: bytes) -> bool:
-    """Whether an entry may stand under this name."""
+    """Whether an entry may be stored under this name."""
     return re.match(HEX_ID, name.decode("latin-1")) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What an announcer writes of its engine, once.
+    """One write of an announcer about its engine.
 
-    `sequence` grows with every entry of the incarnation; `at_ms` is the Redis server's time, and
-    `ttl_ms` how long the entry counts; `is_gone`: the engine has left.
+    `sequence` grows with every entry of the incarnation; `at_ms`: the Redis server's time;
+    `ttl_ms`: how long the entry is valid; `is_gone`: the engine has left.
     """
 
     member: Member
@@ -48,7 +48,7 @@ class Entry:
     is_gone: bool = False
 
     def check_age(self, now_ms: int) -> None:
-        """Raise BadEntry unless the entry counts at this time of the Redis server."""
+        """Raise BadEntry unless the entry is valid at this time of the Redis server."""
         if now_ms > self.at_ms + self.ttl_ms:
             raise BadEntry("too old")
         if now_ms < self.at_ms - _CLOCK_SLACK_MS:
@@ -56,7 +56,7 @@ class Entry:
 
 
 def encode_entry(entry: Entry, secret: ClusterSecret) -> bytes:
-    """The value to store."""
+    """The value to store in Redis."""
     return secret.seal(msgspec.json.encode(entry))
 
 

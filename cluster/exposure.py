@@ -1,4 +1,4 @@
-"""What a deployment lays open: to whom a server listens, and what its secret is worth."""
+"""Checks of a deployment's exposure: the addresses it listens on, the strength of its secret."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this host's users can reach a server that listens there."""
+    """Whether only users of this host can reach a server that listens on `host`."""
     if host.lower() == "localhost":
         return True
     try:
@@ -24,9 +24,9 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(who: str, host: str, missing: Sequence[str], *, is_accepted: bool) -> None:
-    """Raise StartupFailed if `who` would listen for the network without the `missing` flags.
+    """Raise StartupFailed if `who` would listen on the network without the `missing` flags.
 
-    `is_accepted`: the operator takes the risk; then it is logged once, loudly.
+    `is_accepted`: the operator accepts the risk; it is then logged once, as a warning.
     """
     if not missing or is_loopback(host):
         return
@@ -43,7 +43,7 @@ def check_exposure(who: str, host: str, missing: Sequence[str], *, is_accepted: 
 
 
 def check_secret(who: str, cluster: ClusterConfig) -> None:
-    """Log once, loudly, if the cluster has no secret or one that can be guessed."""
+    """Log a warning if the cluster has no secret, or one that can be guessed."""
     secrets = ClusterSecret.of(cluster).accepted
     if not secrets:
         open_to = "writes to its Redis" if cluster.cluster_ca else "reaches its Redis or a port"

@@ -1,12 +1,11 @@
-"""A directory that goes on without Redis: known nodes list their engines themselves.
+"""A directory that works without Redis: it then requests the engines from the known nodes.
 
-    Redis answers   inner directory ─────────────────────────────────► membership
-    Redis is away   its last membership ─► addresses ─► a call to each ─► membership, with an answer
-                                                                        in place of what was known
-
-Owns whom to call and what to believe of an answer: a listed address answers for itself and for no
-other. Who does not answer, and what is no answer, change nothing. A call to a node's gRPC service,
-whose end is node/supervisor/rpc.py, begins with a handshake:
+    Redis is up     inner directory ─────────────────────────────────► membership
+    Redis is away   its last membership ─► addresses ─► a call to each ─► membership, where replies
+                                                                        replace the node's entries
+Owns which nodes are called and what is accepted of a reply: only entries with the node's own
+address. A node without a valid reply keeps its entries. A call to a node's gRPC service (server
+side: node/supervisor/rpc.py) begins with a handshake:
 
     dialer: opening ─► ◄─ challenge, answer ─► ◄─ accepted; then the response
 """
@@ -34,15 +33,15 @@ from .tls import ClusterTls, open_channel
 log = logging.getLogger(__name__)
 
 _CALL_EVERY_S = 1.0
-_MAX_CALLED = 64  # in one round: the nodes of a large cluster in turn
-_MAX_AT_ONCE = 16
+_MAX_CALLED = 64  # nodes in one round; a large cluster takes several rounds
+_MAX_AT_ONCE = 16  # concurrent calls
 _MAX_ENGINES = 64  # of one node
-_REMEMBERED_S = 60.0  # whom a restarted Redis does not list yet; it may go away again
-_SETTLE_S = 3.0  # after which a Redis that is back has been read, and did not differ
+_REMEMBERED_S = 60.0  # for nodes that Redis does not list (yet): it may go away again
+_SETTLE_S = 3.0  # after Redis is back: by then, any changed membership has been reported
 
-# Purposes: one a method.
+# Purposes of handshakes, one per gRPC method.
 LEDGERS, MEMBERS = b"ledgers", b"members"
-ANY_ENGINE = "0" * 32  # whom a call dials that is for all engines of a node
+ANY_ENGINE = "0" * 32  # listener of a call that concerns all engines of a node
 ACCEPTED = b"accepted"
 
 _ANSWER_S = 2.0
@@ -55,21 +54,21 @@ _OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Whom to call: the address that was listed, and the role of the engines there."""
+    """A node to call: the listed address, and the role of its engines."""
 
     address: str
     role: Role
 
 
-# Requests directory entries of a node that has proven the cluster's key. Raises BatonError if it
-# does not answer in time.
+# Requests a node's directory entries, after it has proven the cluster's key. Raises BatonError if
+# there is no response in time.
 AskNode = Callable[[Node], Awaitable[Sequence[bytes]]]
 
 
 @dataclass(eq=False)
 class KnownNodes:
-    """`core.ports.Directory` around another. All watchers share one look, from the first one's on
-    until `close`. `roles`: whose nodes are called."""
+    """`core.ports.Directory` around an inner one, which all watchers share from the first `watch`
+    until `close`. `roles`: the roles of the nodes that are called."""
 
     _inner: Directory
     _roles: Collection[Role]
@@ -78,8 +77,8 @@ class KnownNodes:
     _clock: Clock
     _sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     _listed: tuple[Member, ...] = ()  # the inner directory's last membership
-    _answers: dict[Node, tuple[Member, ...]] = field(default_factory=dict)  # since then
-    _left_s: dict[Node, float] = field(default_factory=dict)  # who is known no more, since when
+    _answers: dict[Node, tuple[Member, ...]] = field(default_factory=dict)  # received after that
+    _left_s: dict[Node, float] = field(default_factory=dict)  # when nodes were last known
     _num_called: int = 0
     _members: tuple[Member, ...] | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -98,7 +97,7 @@ class KnownNodes:
     async def watch(self) -> AsyncIterator[tuple[Member, ...]]:
         """Yield the membership, ordered by incarnation, at once and again after every change.
 
-        Who begins to watch while Redis is away gets what the others know.
+        A watcher that starts while Redis is away receives the membership of the other watchers.
         """
         if self._following is None or self._following.done():
             self._following, self._changed = asyncio.create_task(self._follow()), asyncio.Event()
@@ -110,7 +109,7 @@ class KnownNodes:
                 seen = self._members
                 yield seen
             elif following.done():
-                following.result()  # raises what broke it
+                following.result()  # raises the error that ended it
                 return
             else:
                 await changed.wait()
@@ -134,7 +133,7 @@ class KnownNodes:
             self._take(members)
 
     def _take(self, members: tuple[Member, ...]) -> None:
-        """The inner directory's membership counts."""
+        """Use the inner directory's membership, and drop the nodes' replies."""
         now_s = self._clock.monotonic_s()
         known = self._nodes(self._listed) | self._answers.keys()
         self._left_s = self._just_left(now_s) | dict.fromkeys(known, now_s)
@@ -142,8 +141,8 @@ class KnownNodes:
         self._update()
 
     async def _call_while_away(self) -> None:
-        """The inner directory reports changes alone: its last membership counts again when it has
-        been back for a while and has reported none."""
+        """Call nodes while Redis is away. The inner directory only reports changes: its last
+        membership is valid again if it has been back for _SETTLE_S without a report."""
         away_s = self._clock.monotonic_s()
         while True:
             await self._sleep(_CALL_EVERY_S)
@@ -155,7 +154,7 @@ class KnownNodes:
                 self._take(self._listed)
 
     async def _call_known(self, now_s: float) -> None:
-        """One round: all that are known, or the next of them."""
+        """One round of calls: to all known nodes, or to the next _MAX_CALLED of them."""
         nodes = self._nodes(self._listed) | self._answers.keys() | self._just_left(now_s).keys()
         known = sorted(nodes, key=lambda node: node.address)
         first = self._num_called % max(1, len(known))
@@ -179,7 +178,7 @@ class KnownNodes:
             self._update()
 
     def _believed(self, entry: bytes, node: Node) -> Member:
-        """Raises BadEntry. An entry's times are Redis' and mean nothing here."""
+        """The member of a node's entry, whose times are ignored; raises BadEntry."""
         member = decode_entry(entry, self._secret).member
         if (member.address, member.role) != (node.address, node.role):
             raise BadEntry("of another node")
@@ -192,7 +191,7 @@ class KnownNodes:
         return {n: at_s for n, at_s in self._left_s.items() if now_s - at_s < _REMEMBERED_S}
 
     def _update(self) -> None:
-        """Take over what is known now, and wake the watchers if it differs."""
+        """Recompute the membership, and wake the watchers if it has changed."""
         answers = [m for answer in self._answers.values() for m in answer]
         answered = {node.address for node in self._answers}
         rest = [m for m in self._listed if m.address not in answered]
@@ -206,10 +205,10 @@ class KnownNodes:
 async def dial(
     call: Any, message: Callable[..., Any], secret: ClusterSecret, purpose: bytes, address: str
 ) -> None:
-    """The dialer's part on a gRPC stream whose messages have the field `handshake`.
+    """The dialer's side of the handshake, on a gRPC stream of messages with a field `handshake`.
 
-    Returns once the node at `address` has proven itself and accepted us. Raises Unauthenticated, or
-    what gRPC raises.
+    Returns once the node at `address` has proven the key and accepted the dialer. Raises
+    Unauthenticated, or gRPC's errors.
     """
     us = secrets.token_hex(16)
     ours = Dialer(secret.dialing_key, purpose, dialer=us, listener=ANY_ENGINE, address=address)
@@ -220,13 +219,13 @@ async def dial(
 
 
 async def _read(call: Any) -> bytes:
-    """Empty where something else came."""
+    """The next handshake message; empty if another message was received."""
     part: bytes = getattr(await call.read(), "handshake", b"")  # EOF has none
     return part
 
 
 def answer_with(members: Iterable[Member], secret: ClusterSecret) -> node_pb2.GetMembersResponse:
-    """A node's answer. Its entries count in it alone: put into Redis, they ran out in 1970."""
+    """A node's response. Its entries cannot be replayed through Redis: there they are expired."""
     entries = (Entry(member, sequence=1, at_ms=1, ttl_ms=1) for member in members)
     return node_pb2.GetMembersResponse(entries=[encode_entry(each, secret) for each in entries])
 
@@ -242,7 +241,7 @@ async def ask_members(secret: ClusterSecret, tls: ClusterTls | None, node: Node)
             answer = await call.read()
         except grpc.aio.AioRpcError as error:
             raise NodeLost(error.details() or error.code().name) from error
-        except asyncio.InvalidStateError as error:  # of writing to a call that has ended
+        except asyncio.InvalidStateError as error:  # raised by a write to a call that has ended
             raise NodeLost("the call ended within the handshake") from error
         finally:
             call.cancel()

@@ -1,14 +1,13 @@
-"""A lease on Redis: at most one process at a time, by Redis' clock, and an epoch that grows with
-each holder.
+"""A lease on Redis: one holder at a time, by Redis' clock. Its epoch grows with each holder.
 
-    baton:{cluster}:{name}:holder   who has it, with a TTL
-    baton:{cluster}:{name}:epoch    that of the last holder
+    baton:{cluster}:{name}:holder   the current holder, with a TTL
+    baton:{cluster}:{name}:epoch    the epoch of the last holder
 
-Who was paused may believe in it for longer than it lasts, and a Redis that lost its data grants it
-again at once, perhaps with an epoch that another holder has: what is ordered under a lease carries
-its epoch, and whoever obeys refuses an older one, or the same of another holder. A holder that sees
-one of these names an epoch above it (`take`). A writer of Redis without the secret can keep
-everybody from having it, and no more: orders go over authenticated links.
+A paused process may believe that it holds an expired lease, and a Redis that lost its data grants
+the lease again at once, perhaps with an epoch that another holder has. So orders carry the epoch,
+and receivers refuse an older one, or an equal one of another holder; a holder that learns of such
+an epoch takes a higher one (`take`). A writer to Redis without the secret can only prevent the
+lease from being held: orders go over authenticated links.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from .redis_client import RedisAway, RedisClient
 
 log = logging.getLogger(__name__)
 
-_MAX_EPOCH = 1 << 53  # what Lua's numbers count to
-# Take it with a new epoch, or keep it. `ARGV[3]`: the least epoch that will do.
+_MAX_EPOCH = 1 << 53  # the largest exact integer of Lua
+# Take the lease with a new epoch, or renew it. `ARGV[3]`: the least acceptable epoch.
 _TAKE = """
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then return 0 end
@@ -38,7 +37,7 @@ _LEAVE = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1
 
 
 class RedisLease:
-    """One process's part in it."""
+    """The access of one process to the lease."""
 
     def __init__(
         self, redis: RedisClient, name: str, holder: str, ttl_s: float, clock: Clock
@@ -53,12 +52,12 @@ class RedisLease:
 
     @property
     def epoch(self) -> int | None:
-        """While it is held, for all that this process can know; else None."""
+        """The epoch while the lease is held, as far as this process can know; else None."""
         return self._epoch if self._clock.monotonic_s() < self._until_s else None
 
     async def take(self, least_epoch: int) -> int | None:
-        """Take it or renew it: its epoch, `least_epoch` at least; None: somebody else has it, or
-        Redis does not answer. It lasts from when it was asked for."""
+        """Take or renew the lease: returns its epoch, at least `least_epoch`. None: another process
+        holds it. While Redis is away, `epoch`. Its duration counts from the request."""
         asked_s = self._clock.monotonic_s()
         ttl_ms, least = int(self._ttl_s * 1000), min(least_epoch, _MAX_EPOCH)
         try:
@@ -75,7 +74,7 @@ class RedisLease:
         return self.epoch
 
     async def close(self) -> None:
-        """Leave it to others at once, if it is held."""
+        """Release the lease at once, if it is held."""
         try:
             if self.epoch is not None:
                 await self._redis.run(("EVAL", _LEAVE, 1, self._keys[0], self._holder))

@@ -1,7 +1,7 @@
-"""Our client of Redis: values that expire, sealed with the cluster's secret, and channels.
+"""The Redis client: values that expire, sealed with the cluster's secret, and channels.
 
-Commands of Redis 5.0 or older. What is read is bounded, whoever wrote it. Knows no key. Redis is
-never load-bearing: whoever uses this catches RedisAway and goes on.
+Uses commands of Redis 5.0 or older. All reads are bounded. Knows no key. Serving never depends on
+Redis: callers catch RedisAway and continue.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RETRY_MAX_S = 1.0
 Command: TypeAlias = tuple[str | bytes | int, ...]
 
 _TIMEOUT_S = 1.0
-_MAX_AT_ONCE = 256  # messages of a channel
+_MAX_AT_ONCE = 256  # messages of a channel in one batch
 _CLUSTER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")  # no glob characters, no separators
 
 
@@ -41,7 +41,7 @@ def _connect(url: str) -> redis.Redis:
             protocol=2,
             socket_timeout=_TIMEOUT_S,
             socket_connect_timeout=_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),  # our loops retry, with their own back-off
+            retry=Retry(NoBackoff(), 0),  # callers retry, with their own back-off
         )
     except (ValueError, TypeError) as error:
         raise StartupFailed(
@@ -51,7 +51,7 @@ def _connect(url: str) -> redis.Redis:
 
 
 def _key_prefix(cluster: str) -> str:
-    """What all keys and channels of a deployment begin with; raises StartupFailed on a bad name."""
+    """The prefix of a deployment's keys and channels; raises StartupFailed on a bad name."""
     if not _CLUSTER_NAME.match(cluster):
         raise StartupFailed(
             f"--cluster {cluster!r} is not usable", hint="1 to 64 of A-Z a-z 0-9 _ . -"
@@ -60,11 +60,11 @@ def _key_prefix(cluster: str) -> str:
 
 
 async def _reply(command: Awaitable[T]) -> T:
-    """What Redis answers. redis-py loses a cancellation that comes while it connects: kept here."""
+    """The reply. Re-raises a cancellation while connecting, which redis-py swallows."""
     try:
         return await command
     except (RuntimeError, ValueError, IndexError) as error:
-        # uvloop's, where a transport that has just closed is written to; the parser's of junk.
+        # From uvloop on a write to a transport that has just closed; from the parser on bad data.
         raise ConnectionError(str(error)) from error
     finally:
         task = asyncio.current_task()
@@ -73,11 +73,11 @@ async def _reply(command: Awaitable[T]) -> T:
 
 
 class RedisAway(Exception):
-    """Redis did not answer, or cannot do it; what was to be stored or sent may be, or not."""
+    """Redis did not reply, or failed; the command may or may not have been executed."""
 
 
 class RedisClient:
-    """A deployment's part of Redis, for all parts of a process. All keys and channels begin with
+    """A deployment's client of Redis, shared within a process. All keys and channels begin with
     `prefix`. Raises StartupFailed on a bad URL or cluster name."""
 
     def __init__(self, url: str, cluster: str, secret: ClusterSecret = NO_SECRET) -> None:
@@ -86,8 +86,8 @@ class RedisClient:
         self._redis: Any = _connect(url)
 
     async def run(self, *commands: Command, is_strict: bool = True) -> list[Any]:
-        """What Redis answers, in one round trip. Raises RedisAway, unless `is_strict` also for a
-        command that fails: then its answer is the error."""
+        """The replies, in one round trip. Raises RedisAway; with `is_strict` also if a command
+        fails, else its reply is the error."""
         try:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for command in commands:
@@ -101,26 +101,26 @@ class RedisClient:
         return answers
 
     async def now_s(self) -> float:
-        """The clock that all of a deployment share. Raises RedisAway."""
+        """Redis' clock, which all processes of a deployment share. Raises RedisAway."""
         [(seconds, microseconds)] = await self.run(("TIME",))
         return int(seconds) + int(microseconds) / 1e6
 
     def setting(self, key: str, value: bytes, ttl_s: float) -> Command:
-        """The command that stores a value, sealed, for so long."""
+        """The command that stores a sealed value with this TTL."""
         return ("SET", key, self.secret.seal(value), "PX", int(ttl_s * 1000))
 
     async def read(self, keys: Iterable[str], max_bytes: int) -> list[bytes]:
-        """The values of these keys; empty where there is none, or junk. Raises RedisAway."""
-        last = max_bytes + TAG_BYTES  # junk may be huge: never read all of it
+        """The values of these keys; empty where missing or invalid. Raises RedisAway."""
+        last = max_bytes + TAG_BYTES  # an invalid value may be huge: bounded read
         found = await self.run(*(("GETRANGE", key, 0, last) for key in keys), is_strict=False)
         return [self.secret.unseal(v) if isinstance(v, bytes) else b"" for v in found]
 
     async def follow(
         self, channel: str, silence_s: float
     ) -> AsyncGenerator[list[bytes] | RedisAway]:
-        """What is published there, as it came, several at once: none when it begins, and where
-        Redis answers a ping after a silence. Each time that Redis is away it says so, and tries
-        again."""
+        """The raw messages of a channel, in batches. A batch is empty at the start and when
+        Redis replies to a ping after `silence_s` without messages. Yields RedisAway at each
+        failure, and reconnects."""
         delay_s = _RETRY_MIN_S
         while True:
             try:
@@ -168,7 +168,7 @@ class RedisClient:
 async def answering_redis(
     url: str, cluster: str, secret: ClusterSecret = NO_SECRET
 ) -> AsyncIterator[RedisClient]:
-    """For what is of no use without it: raises StartupFailed unless it answers now."""
+    """A client for commands that need Redis: raises StartupFailed if it does not reply."""
     client = RedisClient(url, cluster, secret)
     try:
         await client.run(("PING",))

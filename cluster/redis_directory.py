@@ -1,14 +1,14 @@
 """The cluster's directory on Redis: `core.ports.Directory` over redis.asyncio, Redis 5 or newer.
 
     baton:{cluster}:member:{incarnation}   one entry with a TTL, rewritten by its announcer
-    baton:{cluster}:listed                 sorted set: incarnations, by when an entry was written
-    baton:{cluster}:members                channel: this incarnation's entry is new, or its last
-    baton:{cluster}:probe                  written by watchers: Redis that stores nothing is away
+    baton:{cluster}:listed                 sorted set: incarnations, by the time of their last write
+    baton:{cluster}:members                channel: incarnations with a new or a last entry
+    baton:{cluster}:probe                  written by watchers: a Redis that cannot store is away
 
-Redis is never load-bearing: while it is away, watchers keep the last membership they saw and
-announcers keep trying; no error of Redis reaches a caller. Entries are hints and may be junk, or
-old ones that somebody put back: what does not pass the checks is skipped and counted. A writer of
-Redis without the secret can hide engines, and slow down how they are found, but make up none.
+Serving never depends on Redis: while it is away, watchers keep the last membership and announcers
+keep retrying; no error of Redis reaches a caller. Entries may be invalid or replayed: those that
+fail the checks are skipped and counted. A writer to Redis without the secret can hide engines and
+delay their discovery, but cannot forge one.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from .redis_client import RETRY_MAX_S, Command, RedisAway, RedisClient
 
 log = logging.getLogger(__name__)
 
-_REFRESH_S = 2.0  # a re-read covers lost messages and entries that ran out
+_REFRESH_S = 2.0  # period of re-reads, for lost messages and expired entries
 _MAX_MEMBERS = 4096
 _MAX_LISTED = 2 * _MAX_MEMBERS
-_LISTED_MS = 60_000  # no entry counts for longer
-_AHEAD_MS = 1000  # who is listed at a later time than it is has not written that
+_LISTED_MS = 60_000  # the longest validity of an entry
+_AHEAD_MS = 1000  # later times are not from announcers and are removed
 _PROBE_MS = 10_000
-_NO_TTL = -1  # PTTL of a key without one
+_NO_TTL = -1  # PTTL of a key without a TTL
 
 
 @dataclass(slots=True)
 class _View:
-    """What one watcher knows: the newest entry of each incarnation, the last ones included."""
+    """The state of one watcher: the newest entry of each incarnation, including those that left."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
 
     def take(self, entry: Entry) -> None:
-        """Raises BadEntry if a newer one of the incarnation was seen."""
+        """Add an entry. Raises BadEntry if a newer one of the incarnation was seen."""
         incarnation = entry.member.incarnation
         known = self.entries.get(incarnation)
         if known is not None and entry.sequence < known.sequence:
@@ -52,7 +52,7 @@ class _View:
         self.entries[incarnation] = entry
 
     def forget_old(self, now_ms: int) -> None:
-        """Entries that ran out; put back, they are too old anyway."""
+        """Drop expired entries; if replayed, they are rejected as too old."""
         for incarnation, entry in list(self.entries.items()):
             try:
                 entry.check_age(now_ms)
@@ -60,20 +60,20 @@ class _View:
                 del self.entries[incarnation]
 
     def drop(self, incarnations: Collection[str]) -> None:
-        """Those whose keys are gone; what has left stays known, so that it cannot come back."""
+        """Drop incarnations without a key. Those that left stay, so that none can be replayed."""
         for incarnation in incarnations:
             if incarnation in self.entries and not self.entries[incarnation].is_gone:
                 del self.entries[incarnation]
 
     def members(self) -> tuple[Member, ...]:
-        """Ordered by incarnation."""
+        """The live members, ordered by incarnation."""
         live = (entry for entry in self.entries.values() if not entry.is_gone)
         return tuple(sorted((e.member for e in live), key=lambda member: member.incarnation))
 
 
 class RedisDirectory:
-    """Announce, withdraw, watch. `num_bad_entries` counts the junk that was read so far; `is_away`:
-    Redis did not answer the last time."""
+    """Announce, withdraw, watch. `num_bad_entries`: invalid entries read so far; `is_away`: Redis
+    failed at the last attempt."""
 
     def __init__(self, redis: RedisClient) -> None:
         self._redis = redis
@@ -82,15 +82,15 @@ class RedisDirectory:
         self._channel = f"{redis.prefix}members"
         self._listed, self._probe = f"{redis.prefix}listed", f"{redis.prefix}probe"
         self._announcers: dict[str, asyncio.Task[None]] = {}
-        self._last: dict[str, Entry] = {}  # that we wrote, or tried to
+        self._last: dict[str, Entry] = {}  # own entries, written or attempted
         self.is_away, self._has_answered = False, False
         self.num_bad_entries = 0
 
     async def announce(self, member: Member, ttl_s: float) -> None:
-        """Write the entry and keep it alive until `withdraw`, through any loss of Redis.
+        """Write the entry and renew it until `withdraw`, across losses of Redis.
 
-        Returns after the first try, whether or not Redis took it. Announcing an incarnation again
-        replaces its entry.
+        Returns after the first attempt, successful or not. Announcing an incarnation again replaces
+        its entry.
         """
         await self._stop_announcer(member.incarnation)
         await self._write(member, ttl_s)
@@ -99,7 +99,7 @@ class RedisDirectory:
         )
 
     async def withdraw(self, incarnation: str) -> None:
-        """Mark the entry: the engine has left; where Redis is away, its TTL does it."""
+        """Mark the engine as gone; if Redis is away, the entry's TTL expires."""
         await self._stop_announcer(incarnation)
         last = self._last.get(incarnation)
         if last is not None and not last.is_gone:
@@ -108,7 +108,7 @@ class RedisDirectory:
     async def watch(self) -> AsyncIterator[tuple[Member, ...]]:
         """Yield the membership, ordered by incarnation, once it is read and after every change.
 
-        With Redis away from the start, the first one is empty.
+        If Redis is away from the start, the first membership is empty.
         """
         seen: tuple[Member, ...] | None = None
         view = _View()
@@ -121,7 +121,7 @@ class RedisDirectory:
                 except RedisAway as error:
                     self._note_away(error)
                     if seen is not None:
-                        continue  # what was known stays
+                        continue  # keep the last membership
                 else:
                     self._note_back()
                 if (members := view.members()) != seen:
@@ -129,7 +129,7 @@ class RedisDirectory:
                     yield members
 
     async def close(self) -> None:
-        """Stop announcing, without withdrawing, and close the client: nobody else uses it now."""
+        """Stop announcing, without withdrawing, and close the client, for all its users."""
         for incarnation in list(self._announcers):
             await self._stop_announcer(incarnation)
         await self._redis.close()
@@ -172,7 +172,7 @@ class RedisDirectory:
         return True
 
     async def _read(self, view: _View) -> None:
-        """Bring the view up to date: what it has, and what is listed."""
+        """Update the view: its own entries and the listed ones."""
         await self._redis.run(("SET", self._probe, b"1", "PX", _PROBE_MS))
         [listed] = await self._redis.run(("ZREVRANGE", self._listed, 0, _MAX_LISTED - 1))
         now_ms = int(await self._redis.now_s() * 1000)
@@ -182,11 +182,11 @@ class RedisDirectory:
         view.drop(await self._read_keys(view, view.entries.keys() | names, now_ms))
 
     async def _read_keys(self, view: _View, incarnations: Collection[str], now_ms: int) -> set[str]:
-        """Take in the entries of these; returns those that have none any more."""
+        """Add the entries of these incarnations to the view; returns those without a key."""
         wanted = sorted(incarnations)
         commands: list[Command] = []
         for incarnation in wanted:
-            key = self._prefix + incarnation  # junk may be huge: never read all of it
+            key = self._prefix + incarnation  # an invalid value may be huge: bounded read
             commands += [("GETRANGE", key, 0, MAX_ENTRY_BYTES), ("PTTL", key)]
         replies = await self._redis.run(*commands, is_strict=False)
         gone = set()
@@ -201,8 +201,8 @@ class RedisDirectory:
         return gone
 
     def _decode(self, incarnation: str, value: object, pttl: object, now_ms: int) -> Entry:
-        """Raises BadEntry."""
-        if not isinstance(value, bytes):  # GETRANGE of a key that holds no string
+        """The entry, checked; raises BadEntry."""
+        if not isinstance(value, bytes):  # GETRANGE of a key that is not a string
             raise BadEntry(f"not a string: {value}")
         if pttl == _NO_TTL:
             raise BadEntry("without a TTL, which every announcer gives")
@@ -213,7 +213,7 @@ class RedisDirectory:
         return entry
 
     def _note_bad(self, incarnation: str, error: BadEntry) -> None:
-        """A warning at the first one alone: whoever writes to Redis could fill the log."""
+        """Warn only at the first one: a writer to Redis could fill the log."""
         if not self.num_bad_entries:
             log.warning(
                 "skipped the entry of %s in Redis: %s; has its process another "

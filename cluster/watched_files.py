@@ -1,26 +1,26 @@
-"""Have these files changed? Looked at when their content is about to be used, so nothing polls."""
+"""Detects changes of files, when their content is about to be used: without polling."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-# Inode, size, time of change: of the content or of who may read it. Nobody can set it back, as
-# copying does with the time of the last writing.
+# Inode, size, ctime: the time of the last change of content or permissions. Unlike mtime, it cannot
+# be set back, which copying does.
 _Signature = tuple[int, int, int]
 
 
 class WatchedFiles:
-    """One set of files that belong together."""
+    """A set of files that belong together."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
         self._seen: tuple[_Signature | None, ...] = ()
 
     def have_changed(self) -> bool:
-        """Since the last call; True the first time.
+        """Whether a file has changed since the last call; True the first time.
 
-        Call it before reading: what is written between the two is then seen the next time.
+        Call it before reading: a write between the call and the read is then seen the next time.
         """
         now = tuple(map(_signature, self._paths))
         has_changed = now != self._seen
@@ -28,7 +28,7 @@ class WatchedFiles:
         return has_changed
 
     def forget(self) -> None:
-        """They could not be read this time: they count as changed at the next call."""
+        """Count the files as changed at the next call, after a failed read."""
         self._seen = ()
 
 

@@ -1,1 +1,1 @@
-"""Generation without a server: LLM for Python, batches of request lines in files."""
+"""Generation without a server: LLM for Python, and batches of requests in files."""

@@ -1,7 +1,7 @@
-"""`baton run-batch`: the requests of a file to results in a file, by an engine in this process or
-a running deployment.
+"""`baton run-batch`: runs the requests of a file on an engine in this process or on a running
+deployment, and writes the results to a file.
 
-Runs again, or on after a kill, do what has no result yet.
+A repeated run, e.g. after a kill, processes only requests without a result.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .batch_file import BatchLine, ResultFile, check_ids, read_lines
 log = logging.getLogger(__name__)
 
 SOME_FAILED = 3
-_BUSY = (429, 500, 502, 503, 504)  # what may be over when it is asked again
-_REFUSED = (401, 403)  # whatever is asked
+_BUSY = (429, 500, 502, 503, 504)  # statuses to retry
+_REFUSED = (401, 403)  # statuses that do not depend on the request
 _MAX_TRIES = 30
 _MAX_RETRY_S = 30.0
-_SAID_CHARS = 300  # of an answer, in an error
+_SAID_CHARS = 300  # of a response, in an error message
 
 
 @dataclass(frozen=True, slots=True)
 class BatchConfig:
-    """`url` None: an engine in this process; else a deployment's HTTP, asked with `api_key`."""
+    """`url` None: an engine in this process; else a deployment's HTTP URL, used with `api_key`."""
 
     requests: Path
     results: Path
@@ -46,7 +46,7 @@ class BatchConfig:
 
 
 async def run(batch: BatchConfig, engine: EngineConfig) -> int:
-    """Returns 0, or SOME_FAILED where a result is an error. Raises StartupFailed, Unavailable."""
+    """Returns 0, or SOME_FAILED if a result is an error. Raises StartupFailed, Unavailable."""
     num_lines = check_ids(batch.requests)
     results = ResultFile(batch.results)
     try:
@@ -73,7 +73,7 @@ async def _endpoints(
             connector = aiohttp.TCPConnector(limit=0)
         else:
             with interruptible():
-                from .batch_endpoints import local_endpoints  # with --url no torch is imported
+                from .batch_endpoints import local_endpoints  # so that --url does not import torch
 
             path = await opened.enter_async_context(local_endpoints(engine))
             connector = aiohttp.UnixConnector(str(path), limit=0)
@@ -87,7 +87,7 @@ async def _endpoints(
 
 
 class _Run:
-    """One run's workers: each takes the next line that has no result."""
+    """The workers of one run: each takes the next line without a result."""
 
     def __init__(
         self, batch: BatchConfig, session: aiohttp.ClientSession, results: ResultFile, bar: Any
@@ -102,7 +102,7 @@ class _Run:
         self._writing = asyncio.Lock()
 
     async def run(self) -> None:
-        """To the end of the file; what was finished until an interruption is kept."""
+        """Process all lines. On an interruption, finished results are written."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(self._batch.max_concurrent):
@@ -116,14 +116,14 @@ class _Run:
         for line in self._lines:
             result = line.refusal() if line.error else await self._answer(line)
             self._finished.append(result)
-            async with self._writing:  # those that wait here find theirs written with the first's
+            async with self._writing:  # waiting workers' results are written by the first
                 if self._finished:
                     finished, self._finished = self._finished, []
                     await asyncio.shield(asyncio.to_thread(self._results.append, finished))
             self._bar.update()
 
     async def _answer(self, line: BatchLine) -> str:
-        """Of the endpoint; one that is busy is asked again."""
+        """The endpoint's response as a result line; retries while the endpoint is busy."""
         for number in range(1, _MAX_TRIES + 1):
             try:
                 async with self._session.post(line.url, json=line.body) as response:
@@ -134,7 +134,7 @@ class _Run:
                     said = (await response.text())[:_SAID_CHARS]
             except (aiohttp.ClientError, ValueError, AttributeError, OSError) as error:
                 whom = self._batch.url or "the engine here"
-                why = getattr(error, "strerror", None) or error  # aiohttp's own has more
+                why = getattr(error, "strerror", None) or error  # shorter than aiohttp's message
                 raise Unavailable(f"no answer of {whom}: {why}") from error
             if status in _REFUSED or number == _MAX_TRIES:
                 break

@@ -1,5 +1,5 @@
-"""The gateway's endpoints that generate, over the engine of this process: a private Unix socket in
-place of a port, so that lines of a batch are answered as a server answers them, byte for byte."""
+"""The gateway's generating endpoints for an engine in this process, on a private Unix socket: the
+responses to a batch's lines are byte for byte those of a server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..gateway.http.turns.responses import RESPONSE_STORE
 from ..gateway.security.caller import INFER, Caller
 from .local_calls import LocalCalls
 
-_BACKLOG = 4096  # lines begin all at once
+_BACKLOG = 4096  # many lines connect at once
 _CALLER = Caller("", frozenset({INFER}), "batch")
 
 
@@ -41,7 +41,7 @@ async def _as_nobody(request: web.Request, handler: Handler) -> web.StreamRespon
 
 
 def batch_app(calls: LocalCalls, config: GatewayConfig) -> web.Application:
-    """The endpoints of a batch's lines; responses are kept for no later line."""
+    """The endpoints for a batch's lines; responses are not stored for later lines."""
     app = web.Application(middlewares=[answering, _as_nobody])
     app[APP_STATE] = cast(AppState, SimpleNamespace(door=calls))
     app[BURST] = Burst()
@@ -55,7 +55,7 @@ def batch_app(calls: LocalCalls, config: GatewayConfig) -> web.Application:
 
 @asynccontextmanager
 async def serving(app: web.Application) -> AsyncIterator[Path]:
-    """Answer on the Unix socket that it yields, for as long as the block lasts."""
+    """Serve on a Unix socket, whose path it yields, until the block ends."""
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2)
     await runner.setup()
     with RuntimeFolder.make("baton-batch-") as folder:
@@ -69,8 +69,8 @@ async def serving(app: web.Application) -> AsyncIterator[Path]:
 
 @asynccontextmanager
 async def local_endpoints(engine: EngineConfig) -> AsyncIterator[Path]:
-    """The same over a model that is loaded here, for as long as the block lasts. Raises
-    StartupFailed."""
+    """Load a model and serve it on a Unix socket, whose path it yields, until the block ends.
+    Raises StartupFailed."""
     front = GatewayConfig(model=engine.model, served_model_name=engine.served_model_name)
     with interruptible():
         calls = LocalCalls.load(

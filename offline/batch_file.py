@@ -1,10 +1,10 @@
-"""The two files of a batch, in OpenAI's format: requests in, one a line; results out, one a line.
+"""The two files of a batch, in OpenAI's format: one request per line, one result per line.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
     {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, ...}, "error": null}
 
-A result is in its file whole and synced, or it is not: what a killed run left half written behind
-the last newline is cut off. Lines without a custom_id that can be used are known by their number.
+A result is written and synced completely or not at all: an incomplete last line, left by a killed
+run, is truncated. Lines without a valid custom_id are identified by their number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ID = "batch_req_{}"
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """Line `number` (from 1) of the requests; `error`: why it is none, and then it has no body."""
+    """Line `number` (from 1) of the requests; `error`: why it is invalid (then without a body)."""
 
     number: int
     custom_id: str | None
@@ -37,16 +37,16 @@ class BatchLine:
 
     @property
     def key(self) -> str:
-        """What its result is found by."""
+        """The key that identifies the line's result."""
         return _key(self.custom_id, _ID.format(self.number))
 
     def result(self, status: int, request_id: str, body: Any) -> str:
-        """The line for an endpoint's answer."""
+        """The result line of an endpoint's response."""
         response = {"status_code": status, "request_id": request_id, "body": body}
         return self._line(response, None)
 
     def refusal(self) -> str:
-        """The line for a request that no endpoint was given."""
+        """The result line of an invalid request, which is not sent to an endpoint."""
         assert self.error is not None
         return self._line(None, {"code": self.error.code, "message": self.error.message})
 
@@ -56,7 +56,7 @@ class BatchLine:
 
 
 def read_lines(path: Path) -> Iterator[BatchLine]:
-    """All but the empty lines. Raises StartupFailed where the file cannot be read."""
+    """All non-empty lines. Raises StartupFailed if the file cannot be read."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -67,8 +67,8 @@ def read_lines(path: Path) -> Iterator[BatchLine]:
 
 
 def check_ids(path: Path) -> int:
-    """How many lines there are. Raises StartupFailed where a custom_id is there twice, or where
-    what is read here could not be read again."""
+    """The number of lines. Raises StartupFailed for a duplicate custom_id, and for a file that
+    cannot be read twice."""
     if path.exists() and not path.is_file():
         hint = "-i is read twice: write the requests to a file"
         raise StartupFailed(f"{path} is no regular file", hint=hint)
@@ -120,19 +120,19 @@ def _key(custom_id: str | None, line_id: str) -> str:
 
 
 def _may_be_ours(begin: bytes) -> bool:
-    """Whether a line that begins so may be a result."""
+    """Whether an incomplete line with this begin may be a result (or zeros of a crash)."""
     ours = f'{{"id": "{_ID.format("")}'.encode()
     return begin.startswith(ours) or ours.startswith(begin) or not begin.strip(b"\0")
 
 
 class ResultFile:
-    """What is done, and what is added to it. One run at a time has the file.
+    """The file of results, locked for one run at a time.
 
-    `done`: keys of lines. `num_errors`: lines without an answer of status 200.
+    `done`: keys of lines with a result. `num_errors`: results without status 200.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises StartupFailed where it cannot be written, or is no file of results."""
+        """Raises StartupFailed if the file cannot be written, or is no file of results."""
         self._path = path
         self._lock = threading.Lock()
         self.done: set[str] = set()
@@ -160,7 +160,7 @@ class ResultFile:
         for number, line in enumerate(self._file, 1):
             is_whole = line.endswith(b"\n")
             if not is_whole and _may_be_ours(line):
-                break  # half a line: its request is done again
+                break  # incomplete: its request runs again
             try:
                 value = json.loads(line if is_whole else b"")
                 self._note(value["custom_id"], value["id"], value["response"])
@@ -181,7 +181,7 @@ class ResultFile:
         self.num_errors += response is None or response["status_code"] != 200
 
     def append(self, lines: Sequence[str]) -> None:
-        """Whole, and on the disk when it returns; from any thread. Raises BatonError."""
+        """Write whole lines and sync them to disk. Thread-safe. Raises BatonError."""
         with self._lock:
             try:
                 self._file.write("".join(f"{line}\n" for line in lines).encode())
@@ -194,5 +194,5 @@ class ResultFile:
                 self._note(value["custom_id"], value["id"], value["response"])
 
     def close(self) -> None:
-        with self._lock, contextlib.suppress(OSError):  # that a line was not written is known
+        with self._lock, contextlib.suppress(OSError):  # failed writes were reported
             self._file.close()

@@ -1,4 +1,4 @@
-"""Parameters and outputs of `LLM.beam_search`, in the shapes that vLLM's users know."""
+"""Parameters and outputs of `LLM.beam_search`, compatible with vLLM's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """`beam_width` beams, all of which are returned. More is in docs/sampling.md."""
+    """All `beam_width` beams are returned. See docs/sampling.md."""
 
     beam_width: int
     max_tokens: int
@@ -26,8 +26,8 @@ class BeamSearchParams:
     diversity_penalty: float = 0.0
 
     def as_sampling(self) -> SamplingParams:
-        """As `generate` has them, with the log-probabilities that beams are summed up from. Raises
-        InvalidRequest where there are more beams than outputs of a prompt."""
+        """The parameters for `generate`, with the log-probabilities that a beam's score sums up.
+        Raises InvalidRequest if `beam_width` exceeds the outputs that a prompt may have."""
         if not 1 <= self.beam_width <= MOST_OUTPUTS:
             message = f"beam_width must lie in [1, {MOST_OUTPUTS}], not {self.beam_width}"
             raise InvalidRequest(message, "beam_width")
@@ -39,7 +39,7 @@ class BeamSearchParams:
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
     """One beam. `tokens` and `text` begin with the prompt; `logprobs` are of the output's tokens,
-    what ended it included, and `cum_logprob` is their sum."""
+    including an EOS or stop token, and `cum_logprob` is their sum."""
 
     tokens: list[int]
     logprobs: list[LogprobsByToken]
@@ -59,7 +59,7 @@ class BeamSearchOutput:
 def beams_of(
     output: RequestOutput, params: BeamSearchParams, decode: Callable[[list[int]], str]
 ) -> BeamSearchOutput:
-    """Without what ended a beam, unless that was requested."""
+    """The beams of an output, without the EOS or stop token that ended one unless requested."""
     sequences = []
     for one in output.outputs:
         assert one.logprobs is not None and one.cumulative_logprob is not None, "as_sampling's"

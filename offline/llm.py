@@ -1,4 +1,4 @@
-"""LLM: prompts in, texts out, in this process: no server, no Redis.
+"""LLM: generates texts for prompts in this process, without a server or Redis.
 
     from baton import LLM, SamplingParams
 
@@ -6,7 +6,7 @@
         for output in llm.generate(["def fib(n):"], SamplingParams(max_tokens=32)):
             print(output.outputs[0].text)
 
-Calls run one after the other; each is one continuous batch of all its prompts.
+Calls run one after the other; each processes all its prompts with continuous batching.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ _ALIASES = {
     for field in dataclasses.fields(EngineConfig)
     for alias in field.metadata.get("aliases", ())
 }
-# Nobody waits for a token: prompts may have steps that a server would cut up.
+# No client waits for tokens: steps may be larger than in a server.
 _FOR_THROUGHPUT = {"max_num_batched_tokens": 8192}
 
 
 class LLM:
-    """A model, loaded once. Not for several threads at a time.
+    """A model, loaded once. Not thread-safe.
 
-    `close` it, or use it as a context manager: GPUs and other ranks are given back then, at the
-    latest when the process ends.
+    `close` it, or use it as a context manager, to release GPUs and other ranks; else they are
+    released when the process ends.
     """
 
     def __init__(
         self, model: str = "demo", *, skip_tokenizer_init: bool = False, **engine: Any
     ) -> None:
-        """`engine`: EngineConfig's fields, by the names of their flags: tensor_parallel_size (or
-        tp), max_model_len, gpu_memory_utilization, ...; max_num_batched_tokens is 8192 here unless
-        it is given. With `skip_tokenizer_init` prompts are token ids, and outputs have no text.
+        """`engine`: fields of EngineConfig, by the names of their flags: tensor_parallel_size (or
+        tp), max_model_len, gpu_memory_utilization, ...; max_num_batched_tokens defaults to 8192.
+        With `skip_tokenizer_init` prompts are token ids, and outputs have no text.
 
         Raises StartupFailed.
         """
@@ -75,7 +75,7 @@ class LLM:
         named = {_ALIASES.get(name, name): value for name, value in engine.items()}
         config = from_caller(EngineConfig, {"model": model, **_FOR_THROUGHPUT, **named})
         front = GatewayConfig(model=config.model, skip_tokenizer_init=skip_tokenizer_init)
-        gc.collect()  # one that nobody can reach any more gives its memory back first
+        gc.collect()  # an unreachable LLM releases its memory first
         self._thread = LoopThread("baton-engine")
         try:
             self._calls = self._thread.run(_load(self._thread, config, front))
@@ -92,8 +92,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End all ranks and give all memory back; any further call raises BatonError. Where a rank
-        was lost a GPU's memory comes back when the process ends."""
+        """End all ranks and release all memory; any further call raises BatonError. If a rank was
+        lost, GPU memory is released when the process ends."""
         self._close()
 
     def generate(
@@ -105,8 +105,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt: a text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}.
 
-        `sampling_params`: of all, or one for each. Outputs are in the order of the prompts. Nothing
-        runs if one of them cannot: raises InvalidRequest and its kin; EngineFailed.
+        `sampling_params`: one for all prompts, or one each. Outputs are in the order of the
+        prompts. Raises InvalidRequest and its kin, before any prompt runs; EngineFailed.
         """
         listed = _as_list(prompts)
         params = _params_of(sampling_params, len(listed))
@@ -120,7 +120,7 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """The best continuations of each prompt; prompts and errors as of `generate`."""
+        """The best continuations of each prompt; prompts and errors as in `generate`."""
         outputs = self.generate(prompts, params.as_sampling(), use_tqdm=use_tqdm)
         return [beams_of(output, params, self._decode) for output in outputs]
 
@@ -140,11 +140,11 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer a chat, or each of several, as `generate` does, by the model's chat template.
+        """Like `generate`, for one chat or several, rendered with the model's chat template.
 
-        `tools` are shown to the model; what it calls stands in the text as the model writes it.
-        `add_generation_prompt` (true, if None) begins the assistant's text behind the messages,
-        `continue_final_message` has the last one's text go on.
+        `tools` are shown to the model; its tool calls are in the text, unparsed.
+        `add_generation_prompt` (default: true) begins an assistant message after the others;
+        `continue_final_message` continues the text of the last message instead.
         """
         self._check_open()
         is_one = bool(messages) and isinstance(messages[0], Mapping)
@@ -192,7 +192,7 @@ async def _load(thread: LoopThread, config: EngineConfig, front: GatewayConfig) 
     try:
         with thread.long_step():
             calls = LocalCalls.load(config, front, log.info)
-        await asyncio.sleep(0)  # whoever wanted it may have been interrupted
+        await asyncio.sleep(0)  # raises if the caller was interrupted
     except asyncio.CancelledError:
         if calls is not None:
             calls.close()
@@ -227,11 +227,11 @@ async def _run_all(calls: LocalCalls, requests: Sequence[_Asked], bar: Any) -> l
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Token ids are one prompt, whatever holds them."""
+    """A list of prompts; a sequence of token ids is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, bytes | bytearray):
-        return [prompts]  # which is refused
+        return [prompts]  # refused later
     listed: list[Any] = list(prompts)
     return [listed] if listed and isinstance(listed[0], Integral) else listed
 

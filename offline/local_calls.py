@@ -1,10 +1,9 @@
-"""Calls on an engine in this process: what a gateway does with them, without a wire or a second
-engine.
+"""Calls on an engine in this process: the request handling of a gateway, without a network.
 
     GenerateRequest ─► prepare: checked, tokenised ─► running: sessions ─► engine ─┐
                          chunks ◄─ text, stop strings ◄─ sessions ◄─ step's tokens ┘
-The engine's steps are taken on the event loop that all else happens on; between two of them the
-others have a turn. Knows neither users' types nor files.
+The engine's steps run on the same event loop as everything else; other tasks run between two
+steps. Knows neither users' types nor files.
 """
 
 from __future__ import annotations
@@ -44,33 +43,33 @@ log = logging.getLogger(__name__)
 _LIMITS = SessionLimits(max_attempts=1)  # there is no other engine to try
 _NAME = "local"
 _OURS = Caller("", frozenset({INFER}), "offline")
-_LOOK_S = 0.0004  # how long a step may have completed before it is seen; the next one runs
+_LOOK_S = 0.0004  # poll interval for a completed step, while the next one runs
 
 
-# Tokens of a sample that are given to its session together: nobody reads them before its end. Each
-# sample has another `turn`: if all were given theirs in the same step, that one would take longer.
+# Tokens of a sample that are passed to its session together: none is read before the sample ends.
+# Samples have different `turn`s, so that not all are processed after the same step.
 _TOGETHER = 64
 
 
 @dataclass(slots=True)
 class _Sample:
-    """A session, and its tokens that it has not been given yet."""
+    """A session, and the tokens that have not been passed to it yet."""
 
     session: Session
-    turn: int  # it is given them at positions that are this, modulo _TOGETHER
+    turn: int  # tokens are passed at positions equal to it modulo _TOGETHER
     has_scores: bool
-    may_wait: bool  # not with scores, which are given token by token, or where one may end a stop
+    may_wait: bool  # not with scores, which are passed per token, nor with stops
     token_ids: list[int] = field(default_factory=list)
 
 
 def _look() -> bool:
-    """While a step is on the device: copies to host memory go on between two looks."""
+    """Called while a step runs on the device: copies to host memory proceed between two calls."""
     time.sleep(_LOOK_S)
     return False
 
 
 class LocalCall:
-    """A running call: keeps what its samples bring. `chunks` may be iterated once."""
+    """A running call: collects the outputs of its samples. `chunks` may be iterated once."""
 
     def __init__(self, record: CallRecord) -> None:
         self.record = record
@@ -89,7 +88,8 @@ class LocalCall:
         self._ended.put_nowait(error)
 
     async def chunks(self) -> AsyncIterator[OutputChunk]:
-        """Each sample whole, as one chunk with a result, as they end. Raises the first error."""
+        """One chunk per sample with its whole output, in order of completion. Raises the first
+        error."""
         for _ in self._parts:
             if isinstance(found := await self._ended.get(), BatonError):
                 raise found
@@ -97,7 +97,7 @@ class LocalCall:
 
 
 class LocalCalls:
-    """Belongs to the event loop that `begin` is called on."""
+    """Use from the event loop on which `begin` is called."""
 
     heard_s = math.inf  # the engine is in this process
 
@@ -126,7 +126,7 @@ class LocalCalls:
     def load(
         cls, engine: EngineConfig, front: GatewayConfig, report: Callable[[str], None]
     ) -> LocalCalls:
-        """Load tokenizer and model, on all ranks; raises StartupFailed."""
+        """Load the tokenizer, and the model on all ranks; raises StartupFailed."""
         if engine.tbt_target_ms is not None:
             raise StartupFailed("tbt_target_ms: without a server nobody waits between two tokens")
         model = ServedModel.load(front)
@@ -137,18 +137,18 @@ class LocalCalls:
             raise
 
     def begin(self) -> None:
-        """Take steps from now on, until the task is cancelled."""
-        self._unsettle = settle(keeps_all=False)  # the heap is somebody else's
+        """Start running steps, until `stop`."""
+        self._unsettle = settle(keeps_all=False)  # the heap also has the caller's objects
         self._stepping = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """The opposite of `begin`."""
+        """Stop running steps."""
         if self._stepping is not None:
             self._stepping.cancel()
             await asyncio.wait([self._stepping])
 
     def close(self) -> None:
-        """End the other ranks and give all memory back. No step may be taken any more."""
+        """End the other ranks and release all memory, after `stop`: no step may run any more."""
         self._unsettle()
         self._local.close()
         self.model.close()
@@ -172,8 +172,8 @@ class LocalCalls:
 
     @contextmanager
     def running(self, request: ValidatedRequest, caller: Caller = _OURS) -> Iterator[LocalCall]:
-        """Give it to the engine, for as long as the block lasts. Raises EngineFailed where that has
-        ended."""
+        """Run a request on the engine; cancelled when the block ends. Raises EngineFailed if the
+        engine has failed."""
         if self._broken is not None:
             raise self._broken
         record = CallRecord(
@@ -188,7 +188,7 @@ class LocalCalls:
         sessions = self._make_sessions(call)
         record.call_id = sessions[0].call_id
         try:
-            sessions[0].try_dispatch()  # for all
+            sessions[0].try_dispatch()  # for all samples
             self._has_news.set()
             yield call
         finally:
@@ -215,7 +215,7 @@ class LocalCalls:
             self._samples[session.request_id] = _Sample(session, self._turn, has_scores, may_wait)
         return sessions
 
-    # --- a FrontDoor, as far as endpoints that generate use one -----------------------------------
+    # --- the part of FrontDoor that generating endpoints use --------------------------------------
 
     is_draining = False
 
@@ -233,16 +233,16 @@ class LocalCalls:
         special_at: Spans | None = None,
         **traces: str,
     ) -> AsyncIterator[LocalCall]:
-        """Prepare and run it. Raises InvalidRequest kin, EngineFailed."""
+        """Prepare and run a request. Raises InvalidRequest kin, EngineFailed."""
         with self.running(await self.prepare(wire, special_at), caller) as call:
             yield call
 
-    # --- the engine as sessions see it ------------------------------------------------------------
+    # --- the engine, as sessions use it -----------------------------------------------------------
 
     incarnation = name = fingerprint = _NAME
 
     def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
-        """The one engine, for both phases."""
+        """A route to the one engine, for prefill and decode."""
         return Route(self, self)
 
     def dispatch(
@@ -260,7 +260,7 @@ class LocalCalls:
     # --- steps ------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Step for as long as there is work, until cancelled. A step that fails ends all calls."""
+        """Run steps while there is work, until cancelled. A failed step ends all calls."""
         engine = self._local.engine
         try:
             while True:
@@ -273,7 +273,7 @@ class LocalCalls:
                 else:
                     self._has_news.clear()
                     await self._has_news.wait()
-        except Exception as error:  # this loop's one: nobody would be answered any more
+        except Exception as error:  # no call would ever complete without this loop
             log.exception("the engine failed")
             self._broken = error if isinstance(error, BatonError) else EngineFailed(str(error))
             for sample in [*self._samples.values()]:

@@ -1,7 +1,7 @@
-"""An event loop in a thread of its own, for callers who have none, or one of theirs (notebooks).
+"""An event loop in its own thread, for callers with none, or with their own (notebooks).
 
-A Ctrl-C reaches the caller's thread alone: what runs here is cancelled between two steps of the
-event loop, in the middle of one only where it says that it may be (`long_step`).
+Ctrl-C only reaches the caller's thread: the coroutine is then cancelled between two steps of the
+event loop, or within a step marked by `long_step`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class LoopThread:
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What it returns or raises; if the caller is interrupted meanwhile, it is cancelled.
+        """Returns or raises what `work` does; cancels it if the caller is interrupted.
 
-        Raises BatonError in a process that was forked off: threads stay behind.
+        Raises BatonError in a forked process, which does not have the thread.
         """
         if not self._thread.is_alive():
             work.close()
@@ -50,8 +50,8 @@ class LoopThread:
 
     @contextmanager
     def long_step(self) -> Iterator[None]:
-        """For work to have around what holds up the event loop: if its caller is interrupted, that
-        ends by CancelledError, between any two of its instructions."""
+        """Put it around code that blocks the event loop: if the caller is interrupted, the code
+        gets a CancelledError, between any two of its instructions."""
         with self._guard:
             self._is_in_long_step = True
         try:
@@ -68,9 +68,9 @@ class LoopThread:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, error)
 
     def close(self, last: Callable[[], None] | None = None) -> None:
-        """Cancel what runs, call `last` once it has ended, and wait for the thread's end; in the
-        thread itself, where the garbage collector may call this, nobody waits. A process that was
-        forked off has nothing to end."""
+        """Cancel running work, call `last` once it has ended, and wait until the thread ends;
+        without waiting if called in the thread itself (by the garbage collector). Does nothing in a
+        forked process."""
         if not self._thread.is_alive():
             return
         if threading.current_thread() is self._thread:

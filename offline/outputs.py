@@ -1,4 +1,4 @@
-"""What generations bring, in the shapes that vLLM's users know."""
+"""The outputs of LLM, compatible with vLLM's."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Logprob:
     decoded_token: str
 
 
-LogprobsByToken = dict[int, Logprob]  # by token id: the token itself and the likeliest
+LogprobsByToken = dict[int, Logprob]  # by token id: the chosen token and the likeliest ones
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One sample. `token_ids` have what ended it (EOS, a stop id), the text has not, unless
-    `include_stop_str_in_output` wants a stop id's.
+    """One sample. `token_ids` include the EOS or stop token that ended it, `text` does not, except
+    for a stop token with `include_stop_str_in_output`.
 
     `stop_reason`: the stop string or id that matched; None for EOS and for a length.
     `logprobs` and `cumulative_logprob` are None unless log-probabilities were requested.
@@ -46,7 +46,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One prompt and its samples. `prompt` is None where token ids were given.
+    """One prompt and its samples. `prompt` is None if token ids were given.
 
     `prompt_logprobs`, if they were requested: None for the first token.
     """
@@ -67,7 +67,7 @@ def request_output(
     samples: Sequence[OutputChunk],
     token_of: TokenOf,
 ) -> RequestOutput:
-    """`samples`: each sample whole, as one chunk with its result."""
+    """`samples`: one chunk per sample, with its whole output and its result."""
     ordered = sorted(samples, key=lambda chunk: chunk.sample_index)
     prompt_ids = request.prompt_token_ids.tolist()
     prompt_logprobs: list[LogprobsByToken | None] | None = None

@@ -1,4 +1,4 @@
-"""How to sample, by the names that vLLM's users know; checked when it is used."""
+"""SamplingParams with vLLM's names; validated when used."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..client.messages import GenerateParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Ranges, defaults and meanings are in docs/sampling.md; None is what an absent field is there,
-    but for `max_tokens`: what is left of the context.
+    """Ranges, defaults and meanings: docs/sampling.md. None means an absent field there, except
+    for `max_tokens`: up to the end of the context.
 
-    One of `json_schema` (a schema or its text), `regex`, `choice` and `grammar` (Lark's) says what
-    the whole output must look like.
+    One of `json_schema` (a schema or its text), `regex`, `choice` and `grammar` (Lark) constrains
+    the whole output.
     """
 
     n: int = 1
@@ -54,7 +54,7 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def as_params(self) -> GenerateParams:
-        """Keyword arguments of the client's `generate`: what is not None."""
+        """Keyword arguments for the client's `generate`: all fields that are not None."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given["top_k"] = max(0, self.top_k)  # vLLM's -1: no limit
         found: Any = {name: value for name, value in given.items() if value is not None}

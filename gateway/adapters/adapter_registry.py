@@ -1,11 +1,11 @@
 """The LoRA adapters that this gateway serves, by name: loaded on every engine, or on none.
 
     load(name, path) ─► LoadAdapter to every linked engine ─► all have the same content ─► served
-                                                          └─► one refuses ─► its error, by its name
+                                                          └─► one refuses ─► error with its name
 
-What is dispatched has the adapter's path with it: an engine that came later, or gave the adapter
-up, reads it then. So nothing is kept in step here; an engine that comes is only told early. What
-one gateway loads or unloads the others serve, or do not serve any more (shared_list.py).
+Each dispatched request carries its adapter's path: an engine that linked later, or evicted the
+adapter, loads it then. So no per-engine state is kept here; a new engine only gets LoadAdapter
+early. Loading and unloading at one gateway takes effect at all gateways (shared_list.py).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .shared_list import Entry, SharedList, holds
 
 log = logging.getLogger(__name__)
 
-_LOAD_S = 120.0  # how long all engines may take for one
+_LOAD_S = 120.0  # limit for loading an adapter on all engines
 _RETRY_S = 0.2
-_SHARE_S = 0.25  # between two looks at what other gateways serve
-_MAX_PATH_CHARS = 4096  # as Linux has it
+_SHARE_S = 0.25  # between two exchanges with the shared list
+_MAX_PATH_CHARS = 4096  # PATH_MAX of Linux
 
 
 class AdapterRegistry:
-    """Belongs to the event loop's thread. `modules` are loaded by `run`, once engines are there."""
+    """Use from the event loop's thread. `run` loads `modules` once engines are linked."""
 
     def __init__(
         self,
@@ -51,22 +51,22 @@ class AdapterRegistry:
         modules: Iterable[str] = (),
         shared: SharedList | None = None,
     ) -> None:
-        """`modules`: name=path each; `shared`: with the other gateways. Raises StartupFailed."""
+        """`modules`: name=path each; `shared`: the list of all gateways. Raises StartupFailed."""
         self._table, self._model, self._shared = table, model, shared
-        self._entries: dict[str, Entry] = {}  # by name, those that are unloaded too
+        self._entries: dict[str, Entry] = {}  # by name, including unloaded ones
         self._modules = dict(_module(text, model) for text in modules)
         self._adapters: dict[str, Adapter] = {}
-        self.adapters: Mapping[str, Adapter] = MappingProxyType(self._adapters)  # that are served
+        self.adapters: Mapping[str, Adapter] = MappingProxyType(self._adapters)  # those served
         self._loading: set[str] = set()
         self._folder = os.getcwd()
         self.is_settled = not self._modules
 
     async def load(self, name: str, path: str) -> Adapter:
-        """Serve the adapter at `path`, a folder of every engine's host.
+        """Serve the adapter at `path`, a folder on every engine's host.
 
-        A relative path is one from where this gateway was started. Raises InvalidRequest for a
-        name that is taken, here or by another gateway meanwhile, or none and for no path,
-        AdapterRefused, which names the engine, Unavailable where there is no engine.
+        A relative path is relative to the gateway's working folder. Raises InvalidRequest for a
+        name that is taken (here, or by another gateway meanwhile) or invalid, and for an invalid
+        path; AdapterRefused, which names the engine; Unavailable without an engine.
         """
         if not is_label(name):
             raise InvalidRequest("no name of a model", "lora_name", "invalid_value")
@@ -83,20 +83,20 @@ class AdapterRegistry:
             self._note(name, adapter)
             if self._shared is not None:
                 await self._exchange(self._shared)
-                await asyncio.sleep(_SHARE_S)  # then the others serve it, too
+                await asyncio.sleep(_SHARE_S)  # until the other gateways serve it too
         if self._adapters.get(name, adapter).digest != adapter.digest:
             raise _taken(name)
         return adapter
 
     def unload(self, name: str) -> None:
-        """Take no more requests for it; those that run end as they would. Raises ModelNotFound."""
+        """Refuse new requests for it; running ones continue. Raises ModelNotFound."""
         if name not in self._adapters:
             message = f"The LoRA adapter `{name[:64]}` does not exist."
             raise ModelNotFound(message, param="lora_name")
         self._note(name, None)
 
     def _note(self, name: str, adapter: Adapter | None) -> None:
-        """It is served from now on, or not any more, here and then elsewhere."""
+        """Serve the adapter under this name (None: stop serving it), here and then elsewhere."""
         entry = self._entries.get(name)
         version = 1 if entry is None else entry.version + 1
         digest, path = ("", "") if adapter is None else (adapter.digest, adapter.path)
@@ -113,19 +113,19 @@ class AdapterRegistry:
     async def _exchange(self, shared: SharedList) -> None:
         for entry in await shared.exchange(self._entries):
             is_sound = entry.name != self._model and is_label(entry.name) and _is_path(entry.path)
-            if is_sound and holds(entry, self._entries):  # still: it may have changed meanwhile
+            if is_sound and holds(entry, self._entries):  # again: own entries may change
                 self._take(entry)
 
     async def share(self) -> None:
-        """Follow what other gateways load and unload, until cancelled."""
+        """Follow the loads and unloads of other gateways until cancelled."""
         while self._shared is not None:
             await asyncio.sleep(_SHARE_S)
             await self._exchange(self._shared)
 
     async def run(self) -> None:
-        """Load the modules; what an engine refuses is logged, and not served."""
+        """Load the modules. An adapter that an engine refuses is logged and not served."""
         if self._shared is not None:
-            await self._exchange(self._shared)  # what was unloaded before has a version
+            await self._exchange(self._shared)  # for versions of unloaded adapters
         for name, path in self._modules.items():
             while name not in self._adapters:
                 if why_not_ready(self._table):
@@ -139,7 +139,7 @@ class AdapterRegistry:
                     log.error("LoRA adapter %s is not served: %s", name, error.message)
                     break
         self.is_settled = True
-        self._modules.clear()  # once: what is unloaded stays so
+        self._modules.clear()  # so that an adapter unloaded later stays unloaded
 
     async def _load(self, name: str, path: str) -> Adapter:
         engines = [*self._table.engines.values()]
@@ -161,7 +161,7 @@ class AdapterRegistry:
         return Adapter(name, digests.pop(), path)
 
     def linked(self, engine: LinkedEngine) -> None:
-        """An engine is there: it may read what it will need before a request needs it."""
+        """Have a newly linked engine load the adapters before a request needs them."""
         for adapter in self._adapters.values():
             answer = engine.outbox.load_adapter(adapter.name, adapter.path)
             answer.add_done_callback(_log_refusal)

@@ -1,12 +1,10 @@
-"""The LoRA adapters that all gateways of a cluster serve: a list on Redis, merged with their own.
+"""The list of LoRA adapters that all gateways of a cluster serve, on Redis.
 
-    baton:{cluster}:adapters:{of the model}   [model, [[name, version, digest, path], ...]], sealed
+    baton:{cluster}:adapters:{hash of model}   [model, [[name, version, digest, path], ...]], sealed
 
-Of two entries of a name the one with the greater version holds, and else the one that was in the
-list first: a gateway that has loaded another adapter of the name finds that it is taken. One that
-is unloaded stays as an entry without a digest, so that neither a gateway that was away nor a Redis
-that lost its data brings it back. The list outlives its gateways for an hour. What is read is
-bounded and checked, whoever wrote it. Knows no engine.
+Of two entries with a name, the higher version wins, else the entry that was in the list first. An
+unloaded adapter stays as an entry without a digest, so that no gateway that was disconnected and no
+Redis that lost its data restores it. Entries are bounded and checked. Knows no engine.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from ...cluster.secret import TAG_BYTES
 
 log = logging.getLogger(__name__)
 
-_TTL_S = 3600
+_TTL_S = 3600  # for which the list outlives its gateways
 _MAX_BYTES = 1 << 20
 _MAX_VERSION = 1 << 53
-_NUM_TRIES = 5  # while others write too
+_NUM_TRIES = 5  # against concurrent writers
 _DIGEST = re.compile(r"([0-9a-f]{32})?\Z")
-# Replace what was read; 0: somebody else has written since.
+# Compare and set: returns 0 if the value differs from the one that was read.
 _REPLACE = """
 if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[3])
@@ -38,10 +36,10 @@ return 1
 
 
 class Entry(NamedTuple):
-    """An adapter by its name, or that there is none: `digest` and `path` are empty then."""
+    """An adapter by name. Unloaded: `digest` and `path` are empty."""
 
     name: str
-    version: int  # how often the name was loaded and unloaded
+    version: int  # number of loads and unloads of the name
     digest: str
     path: str
 
@@ -50,7 +48,7 @@ _Message = tuple[str, list[Entry]]
 
 
 class SharedList:
-    """One gateway's way to it."""
+    """The access of one gateway to the list."""
 
     def __init__(self, redis: RedisClient, model: str) -> None:
         self._redis, self._model = redis, model
@@ -58,12 +56,12 @@ class SharedList:
         self._key = f"{redis.prefix}adapters:{of_model}"
 
     async def exchange(self, mine: Mapping[str, Entry]) -> list[Entry]:
-        """Add to the list what it lacks of `mine`; returns its entries that hold against these.
-        Nothing of either while Redis is away."""
+        """Add the entries of `mine` that the list lacks; return its entries that take precedence
+        over these. Does nothing while Redis is away."""
         held: list[Entry] = []
         try:
             for _ in range(_NUM_TRIES):
-                # Junk may be huge: never read all of it.
+                # A foreign value may be huge: the read is bounded.
                 last = _MAX_BYTES + TAG_BYTES
                 [found] = await self._redis.run(("GETRANGE", self._key, 0, last))
                 theirs = {entry.name: entry for entry in self._decode(found)}
@@ -76,7 +74,7 @@ class SharedList:
                 if len(sealed) > _MAX_BYTES:
                     log.error("too many LoRA adapters for one list: %d", len(merged))
                     break
-                if found and not theirs:  # junk, or a secret that was
+                if found and not theirs:  # invalid, or sealed with an old secret
                     await self._redis.run(("SET", self._key, sealed, "EX", _TTL_S))
                     break
                 replacing = ("EVAL", _REPLACE, 1, self._key, found, sealed, _TTL_S)
@@ -90,7 +88,7 @@ class SharedList:
         return self._redis.secret.seal(msgspec.msgpack.encode((self._model, [*entries])))
 
     def _decode(self, found: object) -> list[Entry]:
-        """None of junk."""
+        """The valid entries of a value."""
         if not isinstance(found, bytes) or not (message := self._redis.secret.unseal(found)):
             return []
         try:
@@ -101,13 +99,13 @@ class SharedList:
 
 
 def holds(entry: Entry, mine: Mapping[str, Entry]) -> bool:
-    """Whether it, of the list, takes the place of what a gateway has of its name, if anything."""
+    """Whether this entry of the list takes precedence over the gateway's own of its name."""
     other = mine.get(entry.name)
     return other is None or (entry != other and entry.version >= other.version)
 
 
 def _is_lacking(entry: Entry, listed: Mapping[str, Entry]) -> bool:
-    """Whether it, a gateway's, belongs into the list."""
+    """Whether this entry of a gateway should be added to the list."""
     other = listed.get(entry.name)
     return other is None or entry.version > other.version
 

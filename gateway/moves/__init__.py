@@ -1,1 +1,1 @@
-"""Running requests that go on elsewhere: which, where, and when a gateway looks."""
+"""Moves of running requests to other engines: which requests, to which engine, and when."""

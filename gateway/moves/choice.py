@@ -1,10 +1,10 @@
-"""Which running requests should go on elsewhere: a pure function of what engines have published.
+"""Chooses which running requests to move to which engine: a pure function of heartbeats.
 
-An engine's promise is broken where a step of its decodes alone takes longer, by its own measured
-cost: then no prompt can be cut to keep it. Contexts that grow do that, and several gateways that
-took the same places. Those with the longest contexts move, since each gains the most; each to an
-engine whose steps stay well within its promise with it. A gateway moves its share of what is too
-much: others move theirs.
+An engine's TBT promise is broken if a step of its decodes alone takes longer than promised, by its
+measured step cost: cutting prompt chunks cannot keep it then. Growing contexts cause this, or
+several gateways that took the same places. The requests with the longest contexts move, since each
+shortens the step the most; each to an engine whose steps stay well within its promise. A gateway
+moves only its share of the excess; the other gateways move theirs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import NamedTuple
 from ...core.step_cost import StepCost, StepShape
 from ..engines.routing import ALIKE
 
-BROKEN = 1.05  # of the promise: what is measured is no more exact
-KEPT = 0.9  # of the new engine's, so that nothing moves to and fro
-_MOST_AT_ONCE = 4  # of one engine; each is copied while its steps go on
-_MOST_LEAVING = 16  # where all move
+BROKEN = 1.05  # times the promise: measured costs are no more exact
+KEPT = 0.9  # of the target's promise at most, so that requests do not move back and forth
+_MOST_AT_ONCE = 4  # requests from one engine: their KV is copied while its steps continue
+_MOST_LEAVING = 16  # the same, if the promise is withdrawn and all requests move
 
 
 class Running(NamedTuple):
-    """One of this gateway's requests that may move. `num_tokens`: its context."""
+    """A request of this gateway that may move. `num_tokens`: the length of its context."""
 
     request_id: str
     num_tokens: int
@@ -32,11 +32,11 @@ class Running(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineSteps:
-    """An engine by its last heartbeat. `promise_s`: of steps with decodes.
+    """An engine by its last heartbeat. `promise_s`: promised duration of steps with decodes.
 
-    `takes_more`: it may be given others' requests. `num_places`, `room_tokens`: for how many, and
-    for how many tokens of theirs. `ours`: this gateway's that may leave it. `is_withdrawn`: it
-    promises nothing to what comes.
+    `takes_more`: whether requests may move to it. `num_places`, `room_tokens`: free places for
+    requests, and tokens for which there are free blocks. `ours`: this gateway's requests that may
+    move away. `is_withdrawn`: it promises nothing to new requests.
     """
 
     incarnation: str
@@ -52,7 +52,7 @@ class EngineSteps:
 
     @property
     def load(self) -> float:
-        """A step of all that decodes, in parts of the promise."""
+        """The duration of a step of all its decodes, divided by the promise."""
         return self.cost.seconds(self.decodes) / self.promise_s
 
     @property
@@ -60,7 +60,7 @@ class EngineSteps:
         return self.is_withdrawn or self.load > BROKEN
 
     def with_one(self, num_tokens: int) -> EngineSteps:
-        """With one more request of so many tokens."""
+        """The engine with one more request, with a context of `num_tokens`."""
         return replace(
             self,
             decodes=_changed(self.decodes, 1, num_tokens),
@@ -69,7 +69,7 @@ class EngineSteps:
         )
 
     def without(self, num_tokens: int) -> EngineSteps:
-        """Without one of them."""
+        """The engine without one of its requests, with a context of `num_tokens`."""
         return replace(self, decodes=_changed(self.decodes, -1, -num_tokens))
 
     def keeps_promise_with(self, num_tokens: int) -> bool:
@@ -89,7 +89,7 @@ class PlannedMove(NamedTuple):
 
 
 def choose_moves(engines: Iterable[EngineSteps], chance: random.Random) -> list[PlannedMove]:
-    """What to move now; empty nearly always. Targets that are alike are drawn from."""
+    """The moves to begin now, nearly always none. Chooses at random among similar targets."""
     known = {engine.incarnation: engine for engine in engines}
     sources = sorted((e for e in known.values() if e.is_left), key=lambda e: -e.load)
     found: list[PlannedMove] = []

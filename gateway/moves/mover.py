@@ -1,14 +1,13 @@
-"""Moves this gateway's requests away from engines that do not get on with them.
+"""Moves this gateway's requests away from engines that cannot serve them in time.
 
-    every PERIOD_S   heartbeats ─► choice.py ─► a route whose prefix comes from the old engine ─►
+    every PERIOD_S   heartbeats ─► choice.py ─► a route with the prefix from the old engine ─►
                                                 session (request/move.py)
-                     prompts that wait beside decodes ─► planned again, not there alone
+                     prompts that wait beside decodes ─► another plan, for another engine
 
-Running requests leave engines whose promise is broken or withdrawn. A prompt leaves one whose
-promise to its decodes has no room for it, where an engine that computes prompts alone would have it
-sooner than it has waited.
-An engine that a move left or went to rests until heartbeats show what came of it. Nothing is moved
-where no link is known to pull over: to compute the context anew would take longer than the gain.
+Running requests leave engines whose promise is broken or withdrawn. A prompt leaves an engine whose
+promise leaves no time for it, if a prefill-only engine would compute it sooner than it has waited.
+The source and the target of a move rest until heartbeats show its effect. Nothing moves where no
+link bandwidth is known: recomputing the context would cost more than the move gains.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 0.25
 _REST_S = 1.0
-_LEAST_LEFT_TOKENS = 32  # of what a request may still generate
-_MOST_AHEAD_S = 0.1  # of prompts at the new engine
-_PATIENCE_S = 0.5  # of a prompt, at least
-_TIMES = 2.0  # so many times as long has it waited as it would take elsewhere
+_LEAST_LEFT_TOKENS = 32  # that a request may still generate, or it does not move
+_MOST_AHEAD_S = 0.1  # of waiting prompts at the target
+_PATIENCE_S = 0.5  # the least wait of a prompt before it is planned again
+_TIMES = 2.0  # and the least ratio of that wait to its time at another engine
 
 
 class RequestMover:
-    """One gateway's."""
+    """The mover of one gateway."""
 
     def __init__(
         self,
@@ -58,16 +57,16 @@ class RequestMover:
         self._sessions = sessions
         self._clock = clock
         self._chance = chance or random.Random()
-        self._rests: dict[str, float] = {}  # until when, by incarnation
+        self._rests: dict[str, float] = {}  # end of the rest, by incarnation
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Call `look` every PERIOD_S until cancelled."""
         while True:
             self.look()
             await asyncio.sleep(PERIOD_S)
 
     def look(self) -> None:
-        """Begin the moves that are due by the last heartbeats."""
+        """Begin the moves that are due according to the last heartbeats."""
         now_s = self._clock.monotonic_s()
         self._look_at_prompts(now_s)
         self._rests = {name: until_s for name, until_s in self._rests.items() if until_s > now_s}
@@ -86,7 +85,7 @@ class RequestMover:
             self._begin(move, by_id[move.request_id])
 
     def _look_at_prompts(self, now_s: float) -> None:
-        """Those that wait longer than they need to."""
+        """Plan prompts again that wait much longer than another engine would need for them."""
         engines = self._table.engines.values()
         sources = {name for e in engines if e.is_ready for name in e.load.links}
         takers = [e for e in engines if e.incarnation in sources and _computes_prompts_alone(e)]
@@ -109,7 +108,7 @@ class RequestMover:
                     self._sessions.act(session, setbacks_of(session).plan_again, avoid)
 
     def _begin(self, move: PlannedMove, session: Session) -> None:
-        """Dispatch it to its new engine, if that can pull from the old one."""
+        """Dispatch the request to the target, if that can pull KV from the source."""
         source, target = (self._table.engines[name] for name in (move.source, move.target))
         num_tokens = session.demand.num_tokens
         fetch = self._fetch(source, target, num_tokens)
@@ -125,14 +124,14 @@ class RequestMover:
     def _served_by_all(
         self, engine: LinkedEngine, movable: Mapping[str, list[Session]]
     ) -> list[Session]:
-        """Of those that decode there, what any engine of the model could go on with."""
+        """The requests that decode on `engine` and that every engine of its model can continue."""
         alike = [e for e in self._table.engines.values() if e.fingerprint == engine.fingerprint]
         return _served(movable.get(engine.incarnation, ()), by=alike)
 
     @staticmethod
     def _fetch(source: LinkedEngine, target: LinkedEngine, num_tokens: int) -> Fetch | None:
-        """All of its full blocks: what is streamed is computed, but for the last token. A request
-        that streams does not wait for a link to be opened."""
+        """A fetch of all full blocks of the request: KV exists for all tokens but the last. None
+        where no link bandwidth is known: a streaming request does not wait for a new link."""
         size = source.member.block_size
         cached = {source.incarnation: (num_tokens - 1) // size * size}
         rates = {one.incarnation: one.load.link_gbytes_per_s for one in (source, target)}
@@ -142,7 +141,7 @@ class RequestMover:
 
 
 def movable_by_engine(sessions: Iterable[Session], now_s: float) -> dict[str, list[Session]]:
-    """What decodes and may be moved."""
+    """The requests that decode and may be moved, by the incarnation of their engine."""
     found: dict[str, list[Session]] = {}
     for session in sessions:
         if (incarnation := movable_from(session, now_s)) is not None:
@@ -151,8 +150,8 @@ def movable_by_engine(sessions: Iterable[Session], now_s: float) -> dict[str, li
 
 
 def _beside_decodes_since_s(session: Session) -> float | None:
-    """Since when one engine has had its prompt, to decode it too; None: there are tokens, or may
-    be, in a search, it is one of several samples, or this is not its first attempt."""
+    """Since when the prompt has waited at an engine that serves the whole request. None: it has
+    tokens or may have (beam search), is one of several samples, or is a further attempt."""
     attempt, is_search = session.attempt, session.request.sampling.use_beam_search
     if attempt is None or attempt.number or is_search or not session.is_alone:
         return None
@@ -165,13 +164,13 @@ def _computes_prompts_alone(engine: LinkedEngine) -> bool:
 
 
 def _seconds_until(num_tokens: int, account: EngineAccount) -> float:
-    """Until that engine had computed a prompt of so many tokens; `inf`: its speed is not known."""
+    """The time until this engine would have computed a prompt; `inf`: its speed is not known."""
     speed = account.speed
     return math.inf if speed is None else speed.prompt_seconds(num_tokens, 0, account.tokens_ahead)
 
 
 def _served(sessions: Iterable[Session], by: Collection[LinkedEngine]) -> list[Session]:
-    """Those that all of these engines can serve: constraints, adapters and contexts may differ."""
+    """The sessions that all these engines can serve: constraints, adapters, context lengths."""
     can_constrain = all(engine.member.can_constrain for engine in by)
     shortest = min((engine.member.max_model_len for engine in by), default=0)
     has_adapters = all(engine.max_loras for engine in by)
@@ -192,7 +191,8 @@ def _may_be_left(engine: LinkedEngine) -> bool:
 def _steps_of(
     engine: LinkedEngine, costs: Mapping[str, StepCost], ours: list[Session]
 ) -> EngineSteps | None:
-    """None: it promises nothing. One that has measured no step is taken for one of `costs`."""
+    """None: the engine promises nothing, or no cost is known. One without a measured step cost gets
+    the cost of its fingerprint in `costs`."""
     load = engine.load
     cost = load.step_cost or costs.get(engine.fingerprint)
     if cost is None or not load.tbt_target_s:

@@ -1,1 +1,1 @@
-"""The gateway process: start, parts, orderly end."""
+"""The gateway process: its start, its parts, its shutdown."""

@@ -1,6 +1,6 @@
-"""The gateway process: builds all parts, listens, publishes its health, and stops in order.
+"""The gateway process: builds all parts, listens, publishes its health, and shuts down in order.
 
-`serve` gives a running Gateway (tests, embedding); `run` is the process around it.
+`serve` returns a running Gateway (tests, embedding); `run` is the process around it.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ from .startup_message import startup_lines
 
 log = logging.getLogger(__name__)
 
-_SWITCH_S = 0.0005  # a thread with a large body or text keeps the loop's for no longer
+_SWITCH_S = 0.0005  # for which a thread with a large body or text holds the GIL at most
 _STOP_GRACE_S = 5.0
 _LAST_OUTPUTS_S = 1.0
 
 
 class Gateway:
-    """A running gateway. `port` is where gRPC listens, `http_port`, once started, HTTP."""
+    """A running gateway. `port`: of gRPC; `http_port`: of HTTP, once started."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Gateway:
         cluster: ClusterConfig,
         session_limits: SessionLimits | None = None,
     ) -> None:
-        """`session_limits` None: by the configuration. Raises StartupFailed."""
+        """`session_limits` None: from `config`. Raises StartupFailed."""
         clock = SystemClock()
         security = Security.of(config, cluster, clock)
         self._config = config
@@ -215,7 +215,7 @@ class Gateway:
         self._tasks = [asyncio.create_task(keep_running(*part)) for part in beside.items()]
 
     async def startup_lines(self) -> tuple[str, str]:
-        """Wait until a linked pair of engines can serve, however long; then what to print."""
+        """Wait, without limit, until a linked pair of engines can serve; the lines to print."""
         await self._is_ready.wait()
         return startup_lines(
             self._config,
@@ -251,7 +251,7 @@ class Gateway:
         self._model.close()
 
     async def _becomes_idle(self, timeout_s: float, hurry: asyncio.Event | None = None) -> bool:
-        """Whether no request is in flight any more, before the time is over or `hurry` is set."""
+        """Whether all requests ended before the timeout and before `hurry` was set."""
         idle = asyncio.create_task(self._sessions.wait_idle())
         hurried = asyncio.create_task((hurry or asyncio.Event()).wait())
         done, pending = await asyncio.wait(
@@ -262,14 +262,15 @@ class Gateway:
         return idle in done
 
     async def _publish_readiness(self) -> None:
-        """Publish every change of readiness to those who watch our health."""
+        """Publish every change of readiness to the watchers of the health service."""
         while True:
             await self._readiness_changed.wait()
             self._readiness_changed.clear()
             await self._grpc.show_ready(self._is_ready.is_set())
 
     async def _load_adapters(self) -> None:
-        """Those of the command line, then this gateway can become ready, and those of others."""
+        """Load the adapters of the command line, so that the gateway can become ready; then follow
+        the list of all gateways."""
         await self._adapters.run()
         self._note_readiness()
         await self._adapters.share()
@@ -339,7 +340,7 @@ async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
 
 
 async def _print_startup_message(gateway: Gateway) -> None:
-    """Once it can serve, which may be long after it listens."""
+    """Print the startup message once the gateway can serve, maybe long after it listens."""
     print("waiting for nodes that can serve", flush=True)
     for line in await gateway.startup_lines():
         print(line, flush=True)

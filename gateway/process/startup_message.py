@@ -1,4 +1,4 @@
-"""What a gateway prints for whoever started it, once it can serve: addresses, a line to try."""
+"""The message that a gateway prints once it can serve: its addresses and a curl command to try."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...core.config import GatewayConfig
 READY = "Ready: "
 TRY = "Try: "
 
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how to dial who listens everywhere
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # address to dial, by wildcard address
 
 
 def startup_lines(
@@ -22,7 +22,7 @@ def startup_lines(
     own_http_port: int | None,
     knows_chats: bool,
 ) -> tuple[str, str]:
-    """The addresses, and a request for curl; they begin with READY and TRY. `model` is its name."""
+    """The lines with the addresses (READY) and a curl request (TRY). `model`: the model's name."""
     host = _EVERYWHERE.get(config.host, config.host)
     host = f"[{host}]" if ":" in host else host
     s = "s" if config.tls_cert is not None else ""

@@ -1,1 +1,1 @@
-"""What engines promise their decodes, decided for all of them by one gateway."""
+"""The TBT promises of all engines to their decodes, which one gateway decides."""

@@ -1,9 +1,9 @@
-"""Which engines should promise what now, by the heartbeats that this gateway has had.
+"""Decides from heartbeats which engines should promise a TBT to their decodes now.
 
     heartbeats' counters ─► LoadMeter: the mix of the last seconds ─► promises.py ─► PromiseDecider:
                                                                                      orders
-Every gateway looks, so that whoever comes to decide knows the last seconds; heartbeats count the
-requests of all gateways. Knows no lease and sends nothing.
+Every gateway measures, so that a new leader knows the load of the last seconds; heartbeats count
+the requests of all gateways. Knows no lease and sends nothing.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from ..engines.linked_engine import MEASURED_ROWS, LinkedEngine
 from ..engines.reported_load import ReportedLoad
 from .promises import EnginePromise, Mix, Target, choose_num_pure, plan_moves
 
-SPAN_S = 4.0  # of the load that counts, at least
-_LONGER_SPANS_S = (16.0, 8.0)  # where the last seconds are like those before them
-_CHANCE = 2.5  # standard deviations, that far from what was expected is no chance
-_LEAST_SPAN_S = 1.5
-_DRAIN_S = 5.0  # in which what waits is to be computed
-_CONFIRM_S = 2.0  # of decisions for more, or for fewer, before anything moves
-_STEP_TOKENS = 2048
+SPAN_S = 4.0  # over which the load is averaged, at least
+_LONGER_SPANS_S = (16.0, 8.0)  # used where the load of the last SPAN_S is consistent with theirs
+_CHANCE = 2.5  # standard deviations from the expected load: beyond them, the load has changed
+_LEAST_SPAN_S = 1.5  # for which an engine must be known before it counts
+_DRAIN_S = 5.0  # in which prompts that wait too long should be computed
+_CONFIRM_S = 2.0  # for which more (or fewer) must be wanted before an order is sent
+_STEP_TOKENS = 2048  # prompt tokens of a step, where no engine reports them
 
-_BESIDE_DECODES = ("key_s", "mixed_s", "mixed_pair_s")  # of a cost: not seen by prompts alone
+_BESIDE_DECODES = ("key_s", "mixed_s", "mixed_pair_s")  # step costs that prompts alone do not show
 
-_Counts = tuple[int, int, int, int]  # prompts, their tokens, decode tokens; tokens that wait
+_Counts = tuple[int, int, int, int]  # prompts, prompt tokens, decode tokens; waiting tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """What engines together computed, in a second, by how many more tokens of prompts wait, and
-    how many prompts these were."""
+    """Per second, what a group of engines computed, and the growth of their waiting prompt tokens.
+    `num_prompts`: the number of prompts over the whole span."""
 
     prompts: float
     prompt_tokens: float
@@ -49,12 +49,12 @@ class _Rates:
 
     @property
     def mean_size(self) -> float:
-        """Tokens of a prompt; 0 where none came."""
+        """Tokens per prompt; 0 without prompts."""
         return self.prompt_tokens / self.prompts if self.prompts else 0.0
 
     def may_go_on_as(self, longer: _Rates, seconds: float) -> bool:
-        """Whether these of the last seconds may come by chance where `longer` is the load: Poisson
-        arrivals, of prompts that are alike, on average of one size; outputs of as many."""
+        """Whether these rates, of the last `seconds`, differ from `longer` only by chance: Poisson
+        arrivals, prompts of similar mean size, and outputs in proportion."""
         expected = max(longer.prompts * seconds, 1.0)
         of_chance = _CHANCE / math.sqrt(expected)
         pairs = (
@@ -67,14 +67,14 @@ class _Rates:
 
 
 class LoadMeter:
-    """What engines have computed in the last seconds; one look after the other. Prompts come by
-    chance, so a load that stays is their mean over many seconds; decodes are as many as now."""
+    """Measures the load of engines over the last seconds, by repeated calls of `look`. Prompts
+    arrive at random, so a steady load is averaged over many seconds; decodes count as of now."""
 
     def __init__(self) -> None:
         self._seen: dict[str, deque[tuple[float, _Counts]]] = {}
 
     def look(self, engines: Iterable[LinkedEngine], now_s: float) -> None:
-        """Take over their counters; who is gone is forgotten."""
+        """Record the engines' counters; drop engines that are gone."""
         before, self._seen = self._seen, {}
         for engine in engines:
             of = engine.load.counters
@@ -86,9 +86,9 @@ class LoadMeter:
             self._seen[engine.incarnation] = seen
 
     def mix(self, engines: Sequence[LinkedEngine], queued_tokens: int, ttft_s: float) -> Mix | None:
-        """Of these engines together; None: nothing came, or they are not known for long enough.
-        `queued_tokens`: of prompts that wait at the gateway. What would wait for longer than
-        `ttft_s` is to be computed beside what comes."""
+        """The load of these engines together; None: no prompts, or not known for long enough.
+        `queued_tokens`: of prompts that wait at the gateway. Tokens that would wait for longer than
+        `ttft_s` are added to the arriving ones, over _DRAIN_S."""
         last = rates = self._rates(engines, SPAN_S)
         for span_s in _LONGER_SPANS_S:
             longer = self._rates(engines, span_s)
@@ -105,7 +105,7 @@ class LoadMeter:
         keys = sum(load.decodes.keys for load in loads)
         size = prompt_tokens / prompts
         known = [load.mean_output_tokens for load in loads if load.mean_output_tokens]
-        to_come = prompts * fmean(known) if known else 0.0  # once as many decode as these bring
+        to_come = prompts * fmean(known) if known else 0.0  # when their decodes run
         return Mix(
             prompt_tokens=size,
             prompt_tokens_per_s=max(0.0, prompt_tokens + rates.waiting_tokens) + late / _DRAIN_S,
@@ -115,7 +115,7 @@ class LoadMeter:
         )
 
     def _rates(self, engines: Sequence[LinkedEngine], span_s: float) -> _Rates:
-        """Of those that are known for long enough, in the last `span_s` seconds, or since then."""
+        """Over the last `span_s` seconds, of the engines that are known for long enough."""
         prompts = prompt_tokens = decode_tokens = waiting_tokens = 0.0
         num_prompts = 0
         for engine in engines:
@@ -135,8 +135,8 @@ class LoadMeter:
 
 @dataclass(eq=False)
 class PromiseDecider:
-    """`look` again and again; `orders` when this gateway is the one that decides. `ttft_s`: within
-    which first tokens are to come. `queued_tokens`: of prompts that wait here."""
+    """Call `look` periodically, and `orders` while this gateway is the leader. `ttft_s`: the TTFT
+    target. `queued_tokens`: tokens of prompts that wait at this gateway."""
 
     table: EngineTable
     clock: Clock
@@ -147,14 +147,14 @@ class PromiseDecider:
     _wanted: dict[str, tuple[bool, float]] = field(default_factory=dict)  # more or fewer, since
 
     def least_epoch(self, leader: str) -> int:
-        """Of which all engines would follow an order of this leader: above those of others that
-        they have followed, which Redis may have given twice."""
+        """The least epoch at which all engines follow an order of `leader`: above the epochs of
+        other leaders that they have followed, since Redis may have issued an epoch twice."""
         loads = [e.load for e in self.table.engines.values()]
         epochs = (load.promise_epoch + (load.promise_leader != leader) for load in loads)
         return max(epochs, default=0)
 
     def look(self) -> None:
-        """Take over what the heartbeats show now."""
+        """Record the counters and promises of the last heartbeats."""
         now_s = self.clock.monotonic_s()
         self._meter.look(self.table.engines.values(), now_s)
         before, self._since = self._since, {}
@@ -165,7 +165,7 @@ class PromiseDecider:
             self._since[incarnation] = known if is_same and known else (is_promising, now_s)
 
     def orders(self) -> dict[str, float | None]:
-        """By incarnation, the targets of those that are to change theirs; None: no promise."""
+        """By incarnation, the TBT targets of the engines to change; None: no promise."""
         found: dict[str, float | None] = {}
         ready = [e for e in self.table.engines.values() if e.is_ready]
         fingerprints = {engine.fingerprint for engine in ready}
@@ -175,7 +175,7 @@ class PromiseDecider:
         return found
 
     def _orders_of(self, engines: list[LinkedEngine]) -> dict[str, float | None]:
-        """Of engines of one model that are ready."""
+        """The orders for the ready engines of one model."""
         own = {e.incarnation: e.own_target_s for e in engines if e.own_target_s > 0}
         found: dict[str, float | None] = {}
         movable: list[EnginePromise] = []
@@ -201,7 +201,7 @@ class PromiseDecider:
     def _num_pure(
         self, engines: list[LinkedEngine], movable: list[EnginePromise], num_others: int
     ) -> int:
-        """How many are to promise nothing; as many as now, where that is not clear."""
+        """How many should promise nothing; the current number, where the load is not clear."""
         now = sum(not engine.is_promising for engine in movable)
         if not num_others:
             return 0
@@ -218,7 +218,7 @@ class PromiseDecider:
         return wanted if self._is_confirmed(engines[0].fingerprint, wanted - now) else now
 
     def _is_confirmed(self, fingerprint: str, change: int) -> bool:
-        """Whether that many more or fewer, whatever the number, were wanted for long enough."""
+        """Whether more (or fewer) have been wanted for _CONFIRM_S, whatever the number."""
         now_s = self.clock.monotonic_s()
         before, since_s = self._wanted.pop(fingerprint, (False, now_s))
         if not change:
@@ -229,8 +229,8 @@ class PromiseDecider:
 
 
 def _cost_of(loads: Sequence[ReportedLoad]) -> StepCost | None:
-    """Measured on the largest steps, with what decodes cost where there were any. None: nobody has
-    had steps that show what prompts take."""
+    """The step cost measured on the largest steps, with decode costs from the engines that had
+    decodes. None: no engine had steps large enough to show the cost of prompts."""
     costs = [load.step_cost for load in loads if load.step_cost is not None]
     best = max(costs, key=lambda cost: cost.max_rows, default=None)
     if best is None or best.max_rows < MEASURED_ROWS:

@@ -1,8 +1,8 @@
-"""The gateway that decides which engines promise what: whoever has the lease on Redis.
+"""Sends orders to change promises, from the one gateway that holds the lease on Redis.
 
-    every PERIOD_S   look at the heartbeats ─► renew the lease ─► orders, with its epoch
-Without the lease it sends nothing, and without Redis nobody does: promises stay as they are. What
-it decides by is in promise_decider.py.
+    every PERIOD_S   look at the heartbeats ─► renew the lease ─► orders, with the lease's epoch
+A gateway without the lease sends nothing. Without Redis no gateway does, and promises stay as they
+are. promise_decider.py makes the decisions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEASE_S = 3.0
 
 
 class Lease(Protocol):
-    """`cluster.lease.RedisLease`. `epoch`: while it is held for sure, else None."""
+    """`cluster.lease.RedisLease`. `epoch`: None unless the lease is certainly held."""
 
     @property
     def epoch(self) -> int | None: ...
@@ -31,7 +31,7 @@ class Lease(Protocol):
 
 
 class PromiseLeader:
-    """One gateway's part. `name`: drawn at random for its life."""
+    """The leader election of one gateway. `name`: a random id for the life of the process."""
 
     def __init__(self, decider: PromiseDecider, lease: Lease, name: str) -> None:
         self._decider = decider
@@ -40,7 +40,7 @@ class PromiseLeader:
         self._is_leading = False
 
     async def run(self) -> None:
-        """Until cancelled. Raises what a turn fails by: then another gateway may decide."""
+        """Run until cancelled. Raises what a turn raises, after releasing the lease."""
         try:
             while True:
                 await self.turn()
@@ -50,15 +50,15 @@ class PromiseLeader:
             raise
 
     async def close(self) -> None:
-        """Leave the lease to others. Not from `run`'s task: it is cancelled."""
+        """Release the lease. Not to be called from `run`'s task, which is cancelled."""
         await self._lease.close()
 
     async def turn(self) -> None:
-        """Look once, and order what is to change if it is ours to do."""
+        """Look once, and send the orders if this gateway holds the lease."""
         self._decider.look()
         engines = self._decider.table.engines
         if not any(engine.own_target_s for engine in engines.values()):
-            return  # nobody could be ordered anything
+            return  # no engine can promise anything
         epoch = await self._lease.take(self._decider.least_epoch(self._name))
         if self._is_leading != (epoch is not None):
             self._is_leading = epoch is not None

@@ -1,23 +1,9 @@
-"""How many engines should promise nothing to decodes: a pure function of what the steps take and of
-the load of the last seconds.
+"""How many engines should compute prompts alone, without a TBT promise to decodes: a pure function
+of step costs and of the load of the last seconds. GoodShares and choose_num_pure explain how.
 
-Engines of the prefill role that began with a promise may have it or not. With one, an engine takes
-whole requests, and prompts a little a step beside their decodes; without one it computes prompts
-alone, in whole steps, for the others to decode. For each number of those without:
-
-    prompts   what all engines can compute, those with a promise beside their share of the decodes,
-              against what comes: the share whose wait stays within the TTFT that is wanted
-    decodes   as many as the promise leaves place for, against as many as run at once
-
-Their product is about the share of good requests. What came in a few seconds tells the load to
-within chance: near what the engines can take, a few prompts more would speak for one number and a
-few less for another. So shares are means over the loads that may be behind what came. Of all
-numbers, the one counts that would be best with MARGIN times the requests, and is taken where it is
-better by LEAST_GAIN with places for MORE_DECODES: the longer their steps, the more of them run, and
-what steps take beside more prompts is known to within some. That all promise is the rule: as many
-do again as would serve what comes as well, and HEAVIER prompts, and would not be left for that
-number. So what is chosen stays while the load does, and some longer; the first prompts after a
-pause say nothing of the load that begins with them, and as many stay without a promise.
+Engines of the prefill role that start with a promise may lose and regain it. With a promise, an
+engine serves whole requests, with small prompt chunks beside their decodes; without one ("pure") it
+computes prompts in full steps, for other engines to decode.
 """
 
 from __future__ import annotations
@@ -31,25 +17,25 @@ from functools import partial
 from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
 from ..engines.reported_load import prompt_speed
 
-LEAST_GAIN = 0.05  # of the share of good requests, for another number of engines
-MARGIN = 1.1
-MORE_DECODES = 1.1  # that another number has places for
-HEAVIER = 1.3  # beside the same decodes
-LEAST_PROMPTS = 12  # that came, or all do not promise again
-_LEAST_LOSS = 0.01  # what is as good
-HOLD_S = 5.0  # a promise stays at least so long
+LEAST_GAIN = 0.05  # in the share of good requests, to change the number of engines
+MARGIN = 1.1  # times the measured requests, for which the best number is chosen
+MORE_DECODES = 1.1  # times the decodes, for which a new number must have places
+HEAVIER = 1.3  # times the prompt tokens per second, with the same decodes
+LEAST_PROMPTS = 12  # that must have arrived before engines promise again
+_LEAST_LOSS = 0.01  # a smaller loss counts as none
+HOLD_S = 5.0  # for which a promise stays at least
 _MANY_DECODES = 1 << 16
-_MANY_COUNTS = 12  # of engines: more are not all tried
-_LATE = 0.2  # what a request counts that is served, but too late
-_RATE_STEP = 0.04  # of a rate of decode tokens, whose logarithm it divides
-_DEVIATIONS = (-1.28, -0.52, 0.0, 0.52, 1.28)  # of a normal distribution, a fifth each
+_MANY_COUNTS = 12  # about so many numbers of engines are tried first
+_LATE = 0.2  # weight of a request that is served, but too late
+_RATE_STEP = 0.04  # grid step of the logarithm of a rate of decode tokens
+_DEVIATIONS = (-1.28, -0.52, 0.0, 0.52, 1.28)  # middles of the fifths of a normal distribution
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What came in the last seconds, of all gateways, and what it brings. Tokens of prompts are
-    those that no cache had; `prompt_tokens`: of one, on average. `context`: of a decode that runs,
-    on average. `num_prompts`: that came, and by which the rest is known."""
+    """The load of the last seconds, from all gateways. Prompt tokens exclude cached ones;
+    `prompt_tokens`: mean of a prompt. `context`: mean of a running decode. `num_prompts`: size of
+    the sample from which the means are."""
 
     prompt_tokens: float
     prompt_tokens_per_s: float
@@ -60,8 +46,7 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`tbt_s`: the promise; `ttft_s`: within which first tokens are to come. `chunk`: most prompt
-    tokens of a step."""
+    """`tbt_s`: the promise; `ttft_s`: the TTFT target; `chunk`: most prompt tokens of a step."""
 
     tbt_s: float
     ttft_s: float
@@ -69,7 +54,13 @@ class Target:
 
 
 class GoodShares:
-    """The estimated share of good requests of `num_engines`, by how many compute prompts alone."""
+    """The estimated share of good requests of `num_engines`, by the number of pure ones: about the
+    product of
+
+    prompts   share with a wait within the TTFT target: what all engines can compute (those with a
+              promise: beside their share of the decodes), against the arriving tokens
+    decodes   share that has a place: places within the promise, against concurrent decodes
+    """
 
     def __init__(self, cost: StepCost, mix: Mix, target: Target, num_engines: int) -> None:
         self._cost, self._mix, self._target = cost, mix, target
@@ -78,11 +69,11 @@ class GoodShares:
         self._pure_each_per_s = _pure_tokens_per_s(cost, mix, target)
         speed = prompt_speed(cost, target.chunk, StepShape(), None)
         self._alone_s = speed.prompt_seconds(max(1, int(mix.prompt_tokens)), 0)
-        self._mixed: dict[int, tuple[float, float]] = {}  # by the rate of decode tokens, in steps
+        self._mixed: dict[int, tuple[float, float]] = {}  # by log of the decode token rate
 
     def share(self, num_pure: int, times: float = 1.0, decode_times: float = 1.0) -> float:
-        """With so many `times` the requests, and places for `decode_times` their decodes. Those
-        that are served too late count a little."""
+        """The share with `times` the requests, whose decodes need `decode_times` the places.
+        Requests that are served too late count _LATE."""
         num_mixed = self._num_engines - num_pure
         running, mixed_per_s = self._mixed_engines(num_mixed, times)
         if decode_times != 1.0:
@@ -98,13 +89,14 @@ class GoodShares:
         return (1 - _LATE) * decodes_share * prompts_share + _LATE * served
 
     def expected_share(self, num_pure: int, times: float = 1.0, decode_times: float = 1.0) -> float:
-        """The mean over the loads that may be behind the requests that came (Poisson arrivals)."""
+        """The mean share over the loads that the observed requests may stem from (Poisson
+        arrivals): close to capacity, a few prompts more or less would change the best number."""
         deviation = 1 / math.sqrt(max(1.0, self._mix.num_prompts))
         loads = [max(0.0, 1 + number * deviation) for number in _DEVIATIONS]
         return sum(self.share(num_pure, times * load, decode_times) for load in loads) / len(loads)
 
     def _mixed_engines(self, num: int, times: float) -> tuple[float, float]:
-        """Decodes that run on so many, and prompt tokens that these compute in a second."""
+        """The decodes that run on `num` engines, and the prompt tokens they compute per second."""
         each_per_s = times * self._mix.output_tokens_per_s / num
         step = math.log(max(each_per_s, 1.0)) / _RATE_STEP
         below, part = math.floor(step), step % 1
@@ -116,15 +108,15 @@ class GoodShares:
         return num * each_per_s * decode_s, num * tokens_per_s
 
     def _mixed_engine(self, rate_step: int) -> tuple[float, float]:
-        """How long a step of its decodes takes, and its prompt tokens in a second."""
+        """The duration of a step of an engine's decodes, and its prompt tokens per second."""
         if (known := self._mixed.get(rate_step)) is None:
             of = self._cost, self._mix, self._target, math.exp(rate_step * _RATE_STEP)
             known = self._mixed[rate_step] = _decode_step_s(*of), _mixed_tokens_per_s(*of)
         return known
 
     def _within_ttft(self, pure_per_s: float, mixed_per_s: float, wanted_per_s: float) -> float:
-        """The share of first tokens that come in time: a queue of Poisson arrivals in front of all
-        engines, whose prompts take equally long (M/D/k: the tail of waits is exponential)."""
+        """The share of first tokens within the TTFT target: one queue of Poisson arrivals for all
+        engines, prompts of equal duration (M/D/k: the tail of waits is exponential)."""
         total_per_s = pure_per_s + mixed_per_s
         load, alone_s = wanted_per_s / total_per_s, self._alone_s
         if load >= 1:
@@ -139,7 +131,7 @@ class GoodShares:
 
 
 def _decodes_within(cost: StepCost, context: float, seconds: float) -> int:
-    """How many decodes a step of that length has, at most."""
+    """The most decodes of a step that takes no longer than `seconds`."""
 
     def takes_s(num: int) -> float:
         return cost.seconds(StepShape(num_decodes=num, keys=int(num * context)))
@@ -148,8 +140,8 @@ def _decodes_within(cost: StepCost, context: float, seconds: float) -> int:
 
 
 def _decode_step_s(cost: StepCost, mix: Mix, target: Target, outputs_per_s: float) -> float:
-    """How long an engine's steps of decodes alone are, at as many as that makes run at once; at
-    most the promise."""
+    """The duration of an engine's steps of decodes alone, at most the promise: a fixed point, since
+    the number of concurrent decodes depends on the duration."""
     seconds = cost.base_s
     for _ in range(16):
         decodes = outputs_per_s * seconds
@@ -162,14 +154,15 @@ def _decode_step_s(cost: StepCost, mix: Mix, target: Target, outputs_per_s: floa
 
 
 def _pure_tokens_per_s(cost: StepCost, mix: Mix, target: Target) -> float:
-    """Of one engine, in full steps; each token sees half of its prompt, whatever the step has."""
+    """Prompt tokens per second of one pure engine: full steps, in which a token attends to half of
+    its prompt on average."""
     size = max(1, target.chunk)
     pairs = int(size * mix.prompt_tokens / 2)
     return size / max(cost.seconds(StepShape(num_prompt_tokens=size, pairs=pairs)), 1e-9)
 
 
 def _mixed_tokens_per_s(cost: StepCost, mix: Mix, target: Target, outputs_per_s: float) -> float:
-    """Of one engine, in steps as long as the promise with its decodes."""
+    """Prompt tokens per second of one engine whose steps, with its decodes, last the promise."""
     decodes = outputs_per_s * target.tbt_s
     beside = StepShape(num_decodes=math.ceil(decodes), keys=int(decodes * mix.context))
     context = int(mix.prompt_tokens / 2)
@@ -182,8 +175,16 @@ def _mixed_tokens_per_s(cost: StepCost, mix: Mix, target: Target, outputs_per_s:
 def choose_num_pure(
     cost: StepCost, mix: Mix, target: Target, num_movable: int, num_others: int, now: int
 ) -> int:
-    """Of `num_movable` engines, how many should promise nothing; `now` do. `num_others` decode, and
-    always promise: where there are none, all do."""
+    """How many of `num_movable` engines should promise nothing; `now` is the current number.
+    `num_others` always promise and decode: without any, all promise.
+
+    The candidate is the best number at MARGIN times the requests. It is chosen if it gains
+    LEAST_GAIN even with MORE_DECODES, since concurrent decodes grow with step times, which are
+    estimates. Else promises are restored, down to the smallest number that serves this load and
+    HEAVIER prompts as well as `now`, and at which the candidate would not be chosen. So a number
+    stays while the load does. The first prompts after a pause do not show the new load: `now`
+    stays.
+    """
     if not num_others or not num_movable:
         return 0
     now, num_engines = min(now, num_movable), num_movable + num_others
@@ -208,7 +209,7 @@ def choose_num_pure(
 
 
 def _best_count(share: Callable[[int], float], most: int) -> int:
-    """0 to `most`: of some, and then of those around the best of them."""
+    """The best of 0 to `most`: on a coarse grid, then refined around its best."""
     tried = _some_counts(most)
     best = max(tried, key=lambda count: (share(count), -count))
     step = tried[1] - tried[0] if most else 1
@@ -220,14 +221,14 @@ def _best_count(share: Callable[[int], float], most: int) -> int:
 
 
 def _some_counts(most: int) -> list[int]:
-    """0 to `most`, all of them if they are few."""
+    """A grid over 0 to `most`; all of them if they are few."""
     return sorted({*range(0, most + 1, max(1, most // _MANY_COUNTS)), most})
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePromise:
-    """An engine that may be moved: whether it promises something now, since when (monotonic), and
-    its decodes."""
+    """An engine whose promise may change. `since_s`: when it last did (monotonic); `num_decodes`:
+    its running decodes."""
 
     incarnation: str
     is_promising: bool
@@ -238,9 +239,9 @@ class EnginePromise:
 def plan_moves(
     engines: Sequence[EnginePromise], num_pure: int, now_s: float, *, must_serve: bool = False
 ) -> dict[str, bool]:
-    """Which of these engines are to promise something or nothing, so that `num_pure` promise
-    nothing: as few changes as that takes, of those that have had theirs for HOLD_S, first those
-    with the fewest decodes. `must_serve`: nobody else decodes, so that none waits."""
+    """The engines to change (True: promise) so that `num_pure` promise nothing: the fewest changes,
+    of engines unchanged for HOLD_S, those with the fewest decodes first. `must_serve`: no other
+    engine decodes, so HOLD_S is ignored."""
     pure = [engine for engine in engines if not engine.is_promising]
     change = num_pure - len(pure)
     candidates = [engine for engine in engines if engine.is_promising] if change > 0 else pure

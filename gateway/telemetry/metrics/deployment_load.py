@@ -1,8 +1,8 @@
 """The whole deployment's load as three numbers, and its KV cache as two, for routers and
 autoscalers in front of it.
 
-Each engine has metrics of its own, by role and name; a router that takes one value per server
-would take that of any one engine.
+Each engine has its own metrics, by role and name; a router that reads one value per server would
+read that of an arbitrary engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...engines.linked_engine import LinkedEngine
 @dataclass(frozen=True, slots=True)
 class DeploymentLoad:
     """`num_running`: requests in engines' batches; `num_waiting`: at engines and at this gateway;
-    `kv_usage`: the share of KV blocks in use, 0 to 1, of the role that has less left."""
+    `kv_usage`: the share of KV blocks in use, 0 to 1, of the role with the higher share."""
 
     num_running: int
     num_waiting: int
@@ -25,7 +25,7 @@ class DeploymentLoad:
 
 
 def deployment_load(engines: Iterable[LinkedEngine], num_queued: int) -> DeploymentLoad:
-    """By the engines' last heartbeats; `num_queued`: requests that wait at this gateway."""
+    """The load by the last heartbeats; `num_queued`: requests that wait at this gateway."""
     engines = [*engines]
     used: dict[object, float] = {}
     for role in {engine.member.role for engine in engines}:

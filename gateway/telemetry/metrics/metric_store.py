@@ -52,7 +52,7 @@ class MetricStore(Collector):
         _add(self._numbers[metric.name], labels, value)
 
     def set(self, metric: Metric, *labels: str, value: float) -> None:
-        """Set a gauge, or a counter that is added up elsewhere."""
+        """Set a gauge, or a counter whose total is kept elsewhere."""
         children = self._numbers[metric.name]
         children[_bounded(labels, children)] = value
 

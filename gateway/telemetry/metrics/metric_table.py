@@ -27,7 +27,7 @@ LOOKUP_S = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 
 
-# Error codes of calls that fail without being the caller's fault, and of those refused for load.
+# Error codes of calls that failed through no fault of the caller, and of calls refused for load.
 _FAULTS = tuple(
     error.code
     for error in (
@@ -45,7 +45,7 @@ class Metric:
     """`kind`: "counter" (its name ends in _total), "gauge", or "histogram" if it has buckets.
 
     `known`: values of a counter's only label whose series begin at 0, before the first event, so
-    that rates include the first one. `source`: the field that it is read from, see
+    that rates include the first one. `source`: the heartbeat's field with its value, see
     _FROM_HEARTBEATS.
     """
 

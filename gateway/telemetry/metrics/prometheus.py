@@ -3,8 +3,8 @@
     CallFeed ──► MetricStore ◄── engines' heartbeats at each scrape ── one registry ──► /metrics
 The registry also has the process's own metrics (memory, CPU, descriptors).
 
-The counters of an engine start at zero in every incarnation, and its series has its name: each
-scrape adds what each incarnation has counted since the last one, so that a series never falls.
+An engine's counters restart at zero in every incarnation, but its series are by name: each scrape
+adds each incarnation's increase since the last scrape, so that a series never decreases.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .deployment_load import DeploymentLoad, deployment_load, prompt_blocks
 from .metric_store import MetricStore
 from .metric_table import Metric
 
-FORGET_S = 600.0  # how long a lost engine is shown as down
+FORGET_S = 600.0  # for which a lost engine is exported as down
 
 
 def _counts(metric: Metric, counters: Counters) -> dict[tuple[str, ...], float]:
-    """The counts of an engine by the metric's further labels, if it has any: the keys of a map, or
-    the indices of a list; else their sum."""
+    """An engine's counts by the metric's label beyond OF_ENGINE (keys of a map, indices of a list);
+    without such a label, their sum."""
     found = getattr(counters, metric.source)
     if isinstance(found, int | float):
         return {(): found}
@@ -48,7 +48,7 @@ _NodeName = tuple[str, str]  # role, name
 
 @dataclass(slots=True)
 class _Read:
-    """What was exported of one incarnation, which goes on counting while its link is down."""
+    """The exported counters of one incarnation, which continues to count while its link is down."""
 
     known_s: float = 0.0
     counters: Counters = field(default_factory=Counters)
@@ -96,7 +96,7 @@ class Exporter:
         return encode(self._registry), content_type
 
     def load(self) -> DeploymentLoad:
-        """The load of the whole deployment, as this gateway knows it."""
+        """The load of the whole deployment, as far as this gateway knows."""
         return deployment_load(self._engines.engines.values(), self._num_queued())
 
     def _refresh(self) -> None:
@@ -136,7 +136,7 @@ class Exporter:
             self._store.set(table.CERTIFICATE_EXPIRES, file, value=ends_s)
 
     def _note_adapters(self) -> None:
-        """Set the one series over all engines; none if no engine serves adapters."""
+        """Set the one LoRA series of all engines; none if no engine serves adapters."""
         self._store.forget(table.LORA)
         engines = self._engines.engines.values()
         max_loras = max((engine.max_loras for engine in engines), default=0)
@@ -181,8 +181,8 @@ class Exporter:
 
 
 def _imbalance(expert_tokens: Sequence[int], num_parts: int) -> float | None:
-    """Tokens of the largest of so many equal parts of the experts, in their order, over the mean of
-    the parts; None before there are any tokens."""
+    """The tokens of the largest part over the mean, where the experts are split in order into
+    `num_parts` equal parts. None without tokens."""
     size = len(expert_tokens) // max(1, num_parts)
     if not size or not sum(expert_tokens):
         return None

@@ -1,7 +1,7 @@
 """Counts and histograms of calls over some period, by metric and labels.
 
-A histogram has logarithmic buckets of 2 %, split at the bounds of all metrics: so percentiles are
-exact within 1 %, and Prometheus' buckets are sums of these. Knows no time.
+A histogram has logarithmic buckets of 2 %, split at the bounds of all metrics: percentiles are
+exact within 1 %, and Prometheus' buckets are sums of these buckets. Knows no time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ bucket_of: Callable[[float], int] = partial(bisect_left, BOUNDS)
 
 @lru_cache(4096)
 def _key(name: str, *labels: str) -> Key:
-    """The same object for equal keys, which every second of the window has."""
+    """Interns keys: every second of the window has the same ones."""
     return name, *labels
 
 
@@ -47,7 +47,7 @@ def middle(bucket: int) -> float:
 
 
 class PackedCounts(NamedTuple):
-    """The counts of a histogram that is seldom read, in an eighth of a dict's memory."""
+    """The counts of a histogram that is rarely read, in an eighth of a dict's memory."""
 
     buckets: array[int]
     numbers: array[int]
@@ -128,7 +128,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class Tally:
-    """`judged`: the sample of ended calls for SLOs; `ended`: calls to list."""
+    """`judged`: a sample of ended calls for SLOs; `ended`: calls for the live page's list."""
 
     counts: Counter[Key] = field(default_factory=Counter)
     histograms: defaultdict[Key, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
@@ -162,7 +162,7 @@ class Tally:
             self.judged = self.judged.joined(other.judged)
 
     def pack(self) -> None:
-        """Use little memory: nothing more is expected."""
+        """Use little memory, until more is added."""
         for histogram in self.histograms.values():
             histogram.pack()
 
@@ -178,7 +178,7 @@ class Tally:
                 del self.histograms[key]
 
     def histogram(self, metric: Metric, *labels: str) -> Histogram:
-        """For reading; empty if nothing was observed."""
+        """The histogram, to read only; empty if nothing was observed."""
         return self.histograms.get((metric.name, *labels)) or Histogram()
 
     def labelled(self, metric: Metric) -> Iterable[tuple[Key, int]]:

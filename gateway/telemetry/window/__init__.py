@@ -1,1 +1,1 @@
-"""The last minutes of a gateway."""
+"""The telemetry of the last minutes and the last hour, of all gateways."""

@@ -23,7 +23,7 @@ _TTL_S = {1: SPAN_S + 30, HOUR_ROW_S: HOUR_S + 60}
 
 
 class RedisWindows:
-    """One gateway's access to them."""
+    """The access of one gateway to the shared windows."""
 
     def __init__(self, redis: RedisClient) -> None:
         self._redis = redis
@@ -34,8 +34,8 @@ class RedisWindows:
     async def write(
         self, gateway: str, through: int, state: bytes, rows: Mapping[RowKey, bytes]
     ) -> dict[str, int]:
-        """Write the rows, then the last second that has them. Returns the MAX_GATEWAYS latest
-        gateways with their last seconds. Raises RedisAway."""
+        """Write the rows, then `through`, the last second that they cover. Returns the MAX_GATEWAYS
+        most recent gateways with their last seconds. Raises RedisAway."""
         setting = self._redis.setting
         *_, found = await self._redis.run(
             *(setting(self._row(key), packed, _TTL_S[key.row_s]) for key, packed in rows.items()),
@@ -51,8 +51,8 @@ class RedisWindows:
     async def read(
         self, gateways: Sequence[str], rows: Sequence[RowKey]
     ) -> tuple[list[bytes], list[bytes]]:
-        """States and rows as written; empty where there is none, or it was not written by a gateway
-        of the cluster. Raises RedisAway."""
+        """States and rows as written; empty where missing, or not sealed with the cluster's secret.
+        Raises RedisAway."""
         keys = [*(f"{self._prefix}{gateway}" for gateway in gateways), *map(self._row, rows)]
         values = await self._redis.read(keys, MAX_ROW_BYTES)
         return values[: len(gateways)], values[len(gateways) :]

@@ -1,10 +1,10 @@
-"""The messages by which gateways share their windows: MessagePack, compressed by zlib, and checked:
-anything else raises BadRow and no other error.
+"""The messages with which gateways share their windows: MessagePack, compressed by zlib. Any
+invalid message raises BadRow and no other error.
 
-    GatewayState   the state of a gateway now, and up to which second its rows can be read
+    GatewayState   the state of a gateway now, and the last second whose rows can be read
     RowMessage     one row of one gateway: counts, histograms, a sample for SLOs, calls to list
-Seconds are those of a clock that all gateways share (Redis' own); buckets are those of
-metrics/tally.py, so that rows are only added up by gateways with equal buckets.
+Seconds are of Redis' clock, which all gateways share. A row names its buckets (metrics/tally.py):
+only gateways with equal buckets add it up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .window import KEPT, MAX_SHARED_CALLS
 
 MAX_ROW_BYTES = 256 << 10  # packed
 _MAX_UNPACKED = 4 << 20
-_LEVEL = 1  # mostly names repeat: more effort saves little
+_LEVEL = 1  # most redundancy is repeated names: higher levels save little
 _BUCKETS = hashlib.sha256(struct.pack(f"<{len(BOUNDS)}d", *BOUNDS)).hexdigest()[:16]
 
 _Samples: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
@@ -94,7 +94,7 @@ def unpack_state(packed: bytes) -> GatewayState:
 
 
 def pack_row(key: RowKey, unix_s: float, row: Tally) -> bytes:
-    """Leaves out the calls to list if it would be too large with them; b"" if it still is."""
+    """Omits the calls to list if the row is too large with them; b"" if it still is."""
     for recent in (row.ended, []):
         message = RowMessage(
             key=key,
@@ -116,7 +116,7 @@ def pack_row(key: RowKey, unix_s: float, row: Tally) -> bytes:
 
 
 def unpack_row(packed: bytes, key: RowKey) -> tuple[RowMessage, Tally]:
-    """The row that was read under this key; raises BadRow."""
+    """The row that was read at this key; raises BadRow."""
     message = _unpack(packed, _rows)
     if message.key != key:
         raise BadRow("another row's")

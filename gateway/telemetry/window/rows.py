@@ -2,8 +2,8 @@
 
     add ──┬─► its row ─────────────┐ a row that leaves the span
           └─► total of the span ◄──┘ is subtracted from the total
-A read never walks all rows. Memory is bounded by the number of rows, not by the load: percentiles
-come from histograms, which add up, and SLOs from a sample of the calls. Knows no clock.
+A read never iterates over all rows. Memory is bounded by the number of rows, not by the load:
+percentiles come from histograms, which can be added, and SLOs from a sample. Knows no clock.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from ..metrics.tally import Tally
 
-_STILL_GROWING = 5  # rows, until those of other gateways have been received
+_STILL_GROWING = 5  # newest rows, to which other gateways' rows may still be added
 
 
 class Rows:
@@ -24,11 +24,11 @@ class Rows:
         self.rows: dict[int, Tally] = {}
         self.total = Tally()
         self._metrics = metrics
-        self._oldest: int | None = None  # row of the span
+        self._oldest: int | None = None  # row number of the span
         self._growing: set[int] = set()  # rows that are not packed
 
     def add(self, second: int, tally: Tally) -> None:
-        """Add a tally to the row with this second."""
+        """Add a tally to the row that contains this second."""
         number = second // self.row_s
         if self._oldest is not None and number < self._oldest:
             return

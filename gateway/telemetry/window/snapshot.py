@@ -1,4 +1,4 @@
-"""The window as one JSON object, which has all that a page draws.
+"""The window as one JSON object, with everything that the live page draws.
 
 Owns the schema that docs/dashboard.md describes. Durations in seconds, times in unix seconds,
 None where there is no sample. The series have only rows that are complete.
@@ -22,7 +22,7 @@ from .rows import Rows
 from .window import LATENCIES, TelemetryWindow, counts_of
 
 VERSION = 1
-RATE_SPAN_S = 10  # for rates of "now"
+RATE_SPAN_S = 10  # for current rates
 _ROWS_PER_DECADE = 8
 _LOWEST_DECADE, _HIGHEST_DECADE = -4, 2  # 0.1 ms to 100 s
 HEATMAP_EDGES_S = [
@@ -47,11 +47,11 @@ def window_snapshot(
     of_hour: bool = False,
     num_again: int = 0,
 ) -> dict[str, Any]:
-    """All of the window, for JSON; the schema is in docs/dashboard.md.
+    """The whole window, for JSON; the schema is in docs/dashboard.md.
 
     `since_unix_s`: only series and recent calls after this time, for a page that has the earlier
     ones; pass the last snapshot's `now_unix_s`. `num_again`: rows before it to repeat, since
-    another gateway's may have been late. `of_hour`: the last hour, in longer rows.
+    another gateway's rows may have been late. `of_hour`: the last hour, in longer rows.
     """
     span = window.last_hour if of_hour else window.last_minutes
     total = span.total
@@ -94,7 +94,7 @@ def _columns(
     since_us: int | None,
     num_again: int,
 ) -> dict[str, Any]:
-    """Series and heat maps, of the rows that all gateways have shared."""
+    """Series and heat maps of the rows that include all gateways."""
     row_s, offset_s = span.row_s, window.to_unix_s(0)
     first = max(now - span.span_s, math.floor(window.began_s))
     numbers = range(first // row_s, (now - window.lag_s) // row_s)
@@ -114,7 +114,7 @@ def _summary(histogram: Histogram) -> dict[str, float | int | None]:
 
 
 def _slo(span: Rows, covered_s: float, targets: SloTargets) -> dict[str, float | int | None]:
-    """A failed call is judged as not good; a refused call never began and is not judged."""
+    """A failed call counts as not good; a refused call never began and does not count."""
     num_judged = sum(row.judged.number for row in span.rows.values())
     num_good = sum(row.judged.num_good(targets) for row in span.rows.values())
     return asdict(targets) | {
@@ -126,7 +126,7 @@ def _slo(span: Rows, covered_s: float, targets: SloTargets) -> dict[str, float |
 
 
 def _rates(window: TelemetryWindow, now: int) -> dict[str, float]:
-    """Per second, over the last whole seconds."""
+    """Rates per second, over the last whole seconds."""
     span = window.last_minutes
     over_s = min(RATE_SPAN_S, int(window.covered_s(span)))
     found: Counter[str] = Counter()
@@ -168,7 +168,7 @@ def _transfers(total: Tally) -> list[dict[str, Any]]:
 
 
 def _series(times: list[float], rows: list[Tally]) -> dict[str, list[Any]]:
-    """Columns of equal length."""
+    """Columns of equal length, one value per row."""
     columns: dict[str, list[Any]] = {"t_unix_s": times}
     counts = [counts_of(row) for row in rows]
     for name in _SERIES_COUNTS:
@@ -202,6 +202,6 @@ def _heatmaps(times: list[float], rows: list[Tally]) -> dict[str, Any]:
 
 @cache
 def _row_of(bucket: int) -> int:
-    """The row of a heat map for a histogram's bucket; the outer rows include all beyond them."""
+    """The row of a heat map for a histogram's bucket; the outer rows include all values beyond."""
     row = math.floor((math.log10(middle(bucket)) - _LOWEST_DECADE) * _ROWS_PER_DECADE)
     return min(max(row, 0), len(HEATMAP_EDGES_S) - 2)

@@ -4,7 +4,7 @@
     another gateway's second (merge) ─────┼─► last_hour      a row every half minute
                                           └─► outbox         own seconds, for other gateways
 Memory is bounded by the spans, not by the load or the number of gateways. Knows nodes only by their
-names in results; snapshot.py makes JSON of it, window_share.py exchanges it.
+names in results. snapshot.py renders the window as JSON, window_share.py exchanges it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .rows import Rows
 SPAN_S = 300
 HOUR_S, HOUR_ROW_S = 3600, 30
 MAX_RECENT = 100
-MAX_SHARED_CALLS = 8  # of a second, which other gateways list too
+MAX_SHARED_CALLS = 8  # of one second, for the lists of other gateways
 LATENCIES = {
     "ttft": table.TTFT,
     "tbt": table.INTER_TOKEN,
@@ -62,13 +62,13 @@ class TelemetryWindow:
         self._unix_offset_us = clock.unix_ns() // 1000 - microseconds(self.began_s)
         self._last_minutes = Rows(1, span_s, KEPT)
         self._last_hour = Rows(HOUR_ROW_S, HOUR_S, KEPT)
-        # When it was counted here or received from another gateway, by `now_us`, and the call.
+        # Calls with the time at which they were counted here, or received (`now_us`).
         self.recent: deque[tuple[int, EndedCall]] = deque(maxlen=max_recent)
 
     # --- writing ----------------------------------------------------------------------------------
 
     def take(self, tally: Tally, number: int) -> None:
-        """Add what this gateway counted in this second, or in a part of it."""
+        """Add the tally of this gateway for this second, or for a part of it."""
         if not (tally.counts or tally.histograms):
             return
         self._add((self._last_minutes, self._last_hour), number, tally)
@@ -113,7 +113,7 @@ class TelemetryWindow:
         return rows
 
     def covered_s(self, rows: Rows) -> float:
-        """The part of the span that a gateway was running: the divisor of rates."""
+        """The part of the span in which a gateway was running: the divisor of rates."""
         return min(float(rows.span_s), max(1.0, self._clock.monotonic_s() - self.began_s))
 
     def now_us(self) -> int:
@@ -122,7 +122,7 @@ class TelemetryWindow:
 
     @property
     def now_unix_s(self) -> float:
-        """The time of day; stays in step with the window when the host's clock is set."""
+        """Unix time, consistent with the window even if the host's clock is set."""
         return self.to_unix_s(self.now_us())
 
     def to_unix_s(self, monotonic_us: int) -> float:
@@ -155,5 +155,5 @@ def counts_of(tally: Tally) -> dict[str, int]:
 
 
 def microseconds(seconds: float) -> int:
-    """Whole microseconds, which a float of unix time still tells apart."""
+    """Whole microseconds, which a float of Unix time still distinguishes."""
     return int(seconds * 1e6)

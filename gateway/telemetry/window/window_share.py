@@ -1,11 +1,10 @@
-"""Exchanges the windows of all gateways: once a second it writes own rows and reads the others'.
+"""Exchanges the windows of all gateways: writes own rows and reads the others' once a second.
 
     window.outbox ──► rows of 1 s, of 30 s ──► Redis ──► other gateways' rows ──► window.merge
-A gateway that starts, or that was without Redis, reads the others' last five minutes in rows of a
-second, and older ones in rows of half a minute. The rows of ended gateways stay for an hour. All
-this runs beside requests: if Redis is slow or away, only this loop waits, and the window then has
-only this gateway's calls. Seconds are numbered by Redis' clock, so that no two hosts' clocks are
-compared.
+A gateway that starts, or that was without Redis, reads the others' last five minutes in rows of one
+second, and older time in rows of 30 s. The rows of ended gateways stay for an hour. If Redis is
+slow or away, only this loop waits, and the window has only this gateway's calls. Seconds are
+numbered by Redis' clock, so that clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from .window import HOUR_ROW_S, HOUR_S, KEPT, SPAN_S, TelemetryWindow, counts_of
 
 log = logging.getLogger(__name__)
 
-LAG_S = 2  # a second is written when it has ended, and read in the following one
-_TURN_AT_S = 0.05  # behind each whole second
+LAG_S = 2  # a second is written after its end, and read during the next one
+_TURN_AT_S = 0.05  # after each whole second
 _MAX_WRITTEN = 64  # seconds in one turn, after a time without Redis
 _MAX_READ = 512  # rows in one turn
-_MAX_OTHERS = 4 * MAX_GATEWAYS  # other gateways that are remembered
+_MAX_OTHERS = 4 * MAX_GATEWAYS  # other gateways that are kept in memory
 _MERGED_AT_ONCE = 16  # rows between two yields to the event loop
 _RATES_OVER_S = 10
 _OUT_OF_STEP_S = 0.75  # how far Redis' clock may drift from ours before seconds are numbered anew
@@ -48,7 +47,7 @@ _OUT_OF_STEP_S = 0.75  # how far Redis' clock may drift from ours before seconds
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What other gateways show of this one beside its figures."""
+    """The description of this gateway that other gateways show with its figures."""
 
     name: str
     version: str
@@ -66,7 +65,7 @@ class _Other:
 
 
 class WindowShare:
-    """One gateway's part. `gateway`: its random id; `about`: describes it."""
+    """The exchange of one gateway. `gateway`: its random id; `about`: its description."""
 
     def __init__(
         self,
@@ -84,14 +83,14 @@ class WindowShare:
         self._clock = clock
         self._others: dict[str, _Other] = {}
         self._longer: dict[int, Tally] = {}  # rows of HOUR_ROW_S, by their first second
-        self._rates: deque[tuple[int, dict[str, int]]] = deque()  # of own seconds
-        self._noted = int(clock.monotonic_s()) - 1  # the last of these seconds
+        self._rates: deque[tuple[int, dict[str, int]]] = deque()  # by own second
+        self._noted = int(clock.monotonic_s()) - 1  # the last second noted in `_rates`
         self._shift: int | None = None  # seconds by which Redis' clock is ahead of ours
         self._began_s = clock.monotonic_s()
         self._away_since_s: float | None = self._began_s
 
     async def run(self) -> None:
-        """Run until cancelled. Raises what a turn raises; the page shows that nothing is shared."""
+        """Run until cancelled. Raises what a turn raises; `scope` then shows nothing as shared."""
         while True:
             try:
                 await self.turn()
@@ -102,7 +101,7 @@ class WindowShare:
             await asyncio.sleep(math.floor(now_s + 1) + _TURN_AT_S - now_s)
 
     async def turn(self) -> None:
-        """Write own rows that have ended, read those that others wrote."""
+        """Write own rows that have ended; read the rows of other gateways."""
         now = self._collect()
         try:
             await self._keep_in_step()
@@ -115,7 +114,7 @@ class WindowShare:
         self._forget()
 
     async def close(self) -> None:
-        """Delete our state. Not to be called from `run`'s task, which is cancelled."""
+        """Delete own state. Not to be called from `run`'s task, which is cancelled."""
         await self._store.close(self._gateway)
 
     def scope(self) -> dict[str, Any]:
@@ -142,8 +141,8 @@ class WindowShare:
     # --- our own ----------------------------------------------------------------------------------
 
     def _collect(self) -> int:
-        """Complete the outbox by all own seconds that have ended, and note their rates; returns the
-        current second."""
+        """Settle the outbox up to the last ended second and note the rates; return the current
+        second."""
         self._window.settle()
         now = int(self._clock.monotonic_s())
         for number in range(self._noted + 1, now):
@@ -155,7 +154,7 @@ class WindowShare:
         return now
 
     async def _keep_in_step(self) -> None:
-        """Compare with Redis' clock; after a leap of it, rows are read from then on."""
+        """Compare with Redis' clock. After a jump of it, only later rows are read."""
         ahead_s = await self._store.now_s() - self._clock.monotonic_s()
         if self._shift is None or abs(ahead_s - self._shift) > _OUT_OF_STEP_S:
             leap_s = 0.0 if self._shift is None else abs(ahead_s - self._shift)
@@ -166,7 +165,7 @@ class WindowShare:
                     other.read_through = int(self._clock.monotonic_s()) + self._shift
 
     async def _write(self, now: int) -> dict[str, int]:
-        """Write the seconds before this one. Returns the gateways, and up to which second each has
+        """Write the seconds before `now`. Returns the gateways, with the last second that each has
         written."""
         shift = self._shifted
         ended = [number for number in self._outbox if number < now]
@@ -174,7 +173,7 @@ class WindowShare:
         through = (now - 1 if len(written) == len(ended) else max(written)) + shift
         key_of = partial(RowKey, self._gateway)
         rows = {key_of(1, number + shift): row for number, row in written.items()}
-        whole = min(written, default=now) + shift  # all before are in the longer rows
+        whole = min(written, default=now) + shift  # all earlier seconds are in `_longer`
         longer = [begin for begin in self._longer if begin + HOUR_ROW_S <= whole]
         rows |= {key_of(HOUR_ROW_S, begin): self._longer[begin] for begin in longer}
         packed = {key: pack_row(key, self._began_unix_s(key), row) for key, row in rows.items()}
@@ -189,7 +188,7 @@ class WindowShare:
         return gateways
 
     def _began_unix_s(self, key: RowKey) -> float:
-        """The begin of a row by our clock."""
+        """The start of a row by this gateway's clock."""
         return self._window.to_unix_s((key.second - self._shifted) * 1_000_000)
 
     def _state(self, through: int) -> GatewayState:
@@ -215,7 +214,7 @@ class WindowShare:
     # --- the others' ------------------------------------------------------------------------------
 
     async def _read(self, gateways: dict[str, int]) -> None:
-        """Read rows of others into the window: a limited number, a gateway's oldest first."""
+        """Read rows of others into the window: at most _MAX_READ, oldest first per gateway."""
         gateways.pop(self._gateway, None)
         now = int(self._clock.monotonic_s()) + self._shifted
         wanted: list[RowKey] = []
@@ -237,7 +236,7 @@ class WindowShare:
                 await asyncio.sleep(0)
         for gateway, other in list(self._others.items()):
             if gateway not in gateways and other.read_through < now - HOUR_S:
-                del self._others[gateway]  # not before: its rows must not be read twice
+                del self._others[gateway]  # not earlier: its rows must not be read twice
 
     def _take_state(self, gateway: str, packed: bytes) -> None:
         if not packed:
@@ -255,7 +254,7 @@ class WindowShare:
     def _take_row(self, key: RowKey, packed: bytes) -> None:
         self._others[key.gateway].read_through = key.second + key.row_s - 1
         if not packed:
-            return  # nothing happened, or it has expired
+            return  # no events, or the row has expired
         number = key.second - self._shifted
         try:
             message, row = unpack_row(packed, key)
@@ -266,7 +265,7 @@ class WindowShare:
             self._window.merge(number, key.row_s, row, [c.moved(ahead_s) for c in message.recent])
 
     def _forget(self) -> None:
-        """Drop states that have expired: what runs at these gateways is not known any more."""
+        """Drop expired states: the load of these gateways is not known any more."""
         now_s = self._clock.monotonic_s()
         for other in self._others.values():
             if now_s - other.read_s > STATE_TTL_S:
@@ -292,7 +291,7 @@ class WindowShare:
 
 
 def _missing(gateway: str, after: int, through: int) -> list[RowKey]:
-    """The rows after the second `after`, up to `through`, the oldest first."""
+    """The keys of the rows after the second `after` up to `through`, oldest first."""
     begin = after + 1
     keys: list[RowKey] = []
     fine = -(-(through - SPAN_S + HOUR_ROW_S) // HOUR_ROW_S) * HOUR_ROW_S
