@@ -131,10 +131,14 @@ class RequestMover:
     @staticmethod
     def _fetch(source: LinkedEngine, target: LinkedEngine, num_tokens: int) -> Fetch | None:
         """A fetch of all full blocks of the request: KV exists for all tokens but the last. None
-        where no link bandwidth is known: a streaming request does not wait for a new link."""
+        where the two have no measured link: a streaming request does not wait for a new one."""
         size = source.member.block_size
         cached = {source.incarnation: (num_tokens - 1) // size * size}
-        rates = {one.incarnation: one.load.link_gbytes_per_s for one in (source, target)}
+        rates = {
+            puller.incarnation: {peer.incarnation: rate}
+            for puller, peer in ((target, source), (source, target))
+            if (rate := puller.load.link_gbytes_per_s.get(peer.incarnation))
+        }
         token_bytes = target.block_bytes / size
         holders = Holders.of(cached, rates, unmeasured=None)
         return holders.best_fetch(target.incarnation, 0, token_bytes)

@@ -220,6 +220,7 @@ async def test_a_promise_that_is_withdrawn_sends_away_what_decodes_there() -> No
 async def test_nothing_moves_without_a_link_or_to_who_is_busy_or_drains() -> None:
     for fields in (
         {"link_gbytes_per_s": {}},
+        {"link_gbytes_per_s": {"another": 100.0}},
         {"is_draining": True},
         {"is_promise_withdrawn": True},
         {"waiting_tokens": 1 << 20},
