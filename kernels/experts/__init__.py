@@ -1,1 +1,1 @@
-"""Mixtures of experts: routing, the order of tokens by expert, products with stacked weights."""
+"""Mixtures of experts: routing, ordering of tokens by expert, products with stacked weights."""

@@ -1,7 +1,7 @@
-"""How many tokens have chosen each expert, brought to the host without waiting for the device.
+"""How many tokens have chosen each expert, copied to the host without waiting for the device.
 
-The device counts in every step; nobody reads the counts on a step's path. What is read here is up
-to a second and a copy old.
+The device counts in every step; the counts are not read on a step's critical path. The values read
+here are at most one second and one copy old.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EVERY_S = 1.0
 
 
 class ExpertLoadReader:
-    """Reads the counts of one rank; all ranks have the same routing."""
+    """Reads the counts of one rank, since all ranks have the same routing."""
 
     def __init__(
         self, loads: ExpertLoads, monotonic_s: Callable[[], float] = time.monotonic
@@ -27,11 +27,11 @@ class ExpertLoadReader:
         self._monotonic_s = monotonic_s
         self._latest = (0,) * loads.tokens.shape[1]
         self._asked_s: float | None = None
-        self._copy: tuple[Tensor, torch.cuda.Event] | None = None  # on its way
+        self._copy: tuple[Tensor, torch.cuda.Event] | None = None  # in flight
         self._stream: torch.cuda.Stream | None = None
 
     def read(self) -> tuple[int, ...]:
-        """By expert, summed over the layers, since the start or `forget`; never waits."""
+        """Tokens by expert, summed over layers, since the start or `forget`; never waits."""
         now_s = self._monotonic_s()
         if self._copy is not None:
             host, is_done = self._copy
@@ -46,7 +46,7 @@ class ExpertLoadReader:
         return self._latest
 
     def forget(self) -> None:
-        """Count from 0 again; waits for the device."""
+        """Reset the counts to 0; waits for the device."""
         self._loads.tokens.zero_()
         if self._loads.tokens.is_cuda:
             torch.cuda.synchronize(self._loads.tokens.device)
@@ -54,7 +54,7 @@ class ExpertLoadReader:
         self._copy = self._asked_s = None
 
     def _begin_copy(self) -> tuple[Tensor, torch.cuda.Event]:
-        """Beside the steps: what they count meanwhile may be in it or not."""
+        """Copy on a stream of its own; the counts of concurrent steps may be included or not."""
         tokens = self._loads.tokens
         if self._stream is None:
             self._stream = torch.cuda.Stream(tokens.device)  # type: ignore[no-untyped-call]

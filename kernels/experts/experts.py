@@ -1,6 +1,6 @@
-"""A mixture of experts as values: its stacked weights, how tokens choose, who counts the choices.
+"""The data of a mixture of experts: its stacked weights, and counters of the tokens per expert.
 
-Also the reference of the choice, in plain torch. Knows no layer and no checkpoint.
+Also the reference of the choice of experts, in plain torch. Knows no layer and no checkpoint.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ BY_ROW, BY_BLOCK = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One matrix of each expert of this rank, behind each other.
+    """One matrix of each of this rank's experts, stacked.
 
-    `scale`: of weights in FP8, float32: [experts, outputs], or [experts, ceil(outputs / 128),
+    `scale`: for weights in FP8, float32: [experts, outputs], or [experts, ceil(outputs / 128),
     ceil(inputs / 128)].
     """
 
@@ -30,7 +30,7 @@ class ExpertWeights:
 
     @property
     def scaling(self) -> int:
-        """BY_ROW, BY_BLOCK, or 0 of floats."""
+        """BY_ROW, BY_BLOCK, or 0 for floats."""
         return 0 if self.scale is None else self.scale.ndim - 1
 
     @property
@@ -46,7 +46,7 @@ class ExpertWeights:
         return self.values.shape[2]
 
     def of(self, expert: int) -> Weight:
-        """[outputs, inputs] of one expert: views."""
+        """Views of one expert's weight [outputs, inputs]."""
         values = self.values[expert]
         if self.scale is None:
             return values
@@ -56,7 +56,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class Int4Experts(PackedInt4):
-    """The same in four bits: [experts, outputs, inputs]."""
+    """`ExpertWeights` in int4: [experts, outputs, inputs]."""
 
     @classmethod
     def empty(
@@ -83,7 +83,7 @@ class Int4Experts(PackedInt4):
         return self.shape[2]
 
     def of(self, expert: int) -> Int4Weight:
-        """[outputs, inputs] of one expert: views, of which no shares of inputs are made."""
+        """Views of one expert's weight [outputs, inputs]; without counters, so for no split-K."""
         return Int4Weight(self.data[expert], self.groups[expert], self.groups.new_empty(0))
 
 
@@ -92,10 +92,10 @@ StackedWeights: TypeAlias = ExpertWeights | Int4Experts
 
 @dataclass(frozen=True, slots=True)
 class Fp8Groups:
-    """Activations that experts in FP8 read: data[row, input] * scale[row, input // 128].
+    """Activations for experts in FP8: data[row, input] * scale[row, input // 128].
 
-    A scale for 128 inputs also where a weight has one for each output: it is the more exact, and
-    what computes a tile of a row can quantise it without knowing the rest.
+    There is a scale for each 128 inputs even where the weight has one for each output: this is more
+    exact, and a program that computes a tile of a row can quantise it without the rest of the row.
     """
 
     data: Tensor  # [rows, inputs], e4m3
@@ -114,16 +114,16 @@ ExpertInputs: TypeAlias = Tensor | Fp8Groups
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """One layer's experts, as far as this rank has them.
+    """The experts of one layer that this rank holds.
 
-    `gate_up`: the gate's rows first. A rank that lacks experts has `num_local` from `first` on, and
-    its output is a summand that the others' complete.
+    `gate_up`: the gate's rows first. A rank with a part of the experts has `num_local` of them from
+    `first` on, and its output is to be summed with the other ranks'.
     """
 
     router: Tensor  # [experts, hidden], of all experts
     gate_up: StackedWeights  # [local experts, 2 * inner, hidden]
     down: StackedWeights  # [local experts, hidden, inner]
-    num_chosen: int  # experts a token
+    num_chosen: int  # experts per token
     has_normed_weights: bool  # the chosen experts' weights sum to one
     first: int = 0
 
@@ -145,10 +145,10 @@ class Mixture:
 
 
 class ExpertLoads:
-    """How many tokens have chosen each expert of each layer, counted where it is computed.
+    """How many tokens have chosen each expert of each layer, counted on the device.
 
-    `tokens` [layers, experts] int64 only grows. `slots` are those of the step that is computed, or
-    that is captured: what lies in a slot before `first_slot` is padding and is not counted.
+    `tokens` [layers, experts] int64 only grows. `slots` are those of the step being computed or
+    captured: tokens with a slot before `first_slot` are padding and are not counted.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class ExpertLoads:
 
 @dataclass(frozen=True, slots=True)
 class LayerLoads:
-    """The counts of one layer, the `row`-th that has experts."""
+    """The counts of one layer: the `row`-th of the layers with experts."""
 
     whole: ExpertLoads
     row: int
@@ -172,16 +172,16 @@ class LayerLoads:
         return self.whole.tokens[self.row]
 
     def add(self, chosen: Tensor) -> None:
-        """Count `chosen` [tokens, experts a token] of the step."""
+        """Count the step's `chosen` [tokens, experts per token]."""
         if self.whole.slots is not None:
             chosen = chosen[self.whole.slots >= self.whole.first_slot]
         self.tokens.add_(torch.bincount(chosen.flatten(), minlength=len(self.tokens)))
 
 
 def choose_experts(logits: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
-    """[tokens, experts] -> weights, float32, and experts, int64: [tokens, num_chosen] each.
+    """logits [tokens, experts] -> weights, float32, and experts, int64: [tokens, num_chosen] each.
 
-    Softmax over all experts, then the best (Shazeer et al. 2017).
+    Softmax over all experts, then top-k (Shazeer et al. 2017).
     """
     shares = torch.softmax(logits, dim=-1, dtype=torch.float32)
     weights, chosen = shares.topk(mixture.num_chosen, dim=-1)

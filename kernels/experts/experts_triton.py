@@ -1,6 +1,6 @@
-"""A mixture of experts on a GPU: routing, then the products as their plan says.
+"""A mixture of experts on a GPU: routing, then the products with the kernels of the plan.
 
-Nothing waits for the device and no size depends on what was chosen: a CUDA graph can hold it.
+Nothing waits for the device and no size depends on the routing, so CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def compute_experts(
 ) -> Tensor:
     """x [tokens, hidden] -> the weighted sum of each token's experts on this rank, like x.
 
-    A token's result depends on the plan, hence on the number of tokens, and not on the others.
+    A token's result depends on the plan, hence on the number of tokens, but not on other tokens.
     """
     products, choice = _products(x, mixture, loads, plan)
     if choice is None:
@@ -31,7 +31,7 @@ def compute_experts(
 
 
 def experts_summand(x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Tensor | Summands:
-    """The same for `add_rms_norm`, of a mixture that this rank has all experts of."""
+    """`compute_experts` for `add_rms_norm`, which sums pairs; this rank must have all experts."""
     products, choice = _products(x, mixture, loads, None)
     return products if choice is None else Summands(products, mixture.num_chosen)
 
@@ -39,7 +39,7 @@ def experts_summand(x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Te
 def _products(
     x: Tensor, mixture: Mixture, loads: LayerLoads | None, plan: Plan | None
 ) -> tuple[Tensor, Choice | None]:
-    """Of each pair, and the choice; or their sums, and None."""
+    """(The products of each pair, the choice); or (their sums by token, None)."""
     has_programs = gluon_kernels("experts.wide_tiles_gluon", x.device) is not None
     sizes = sizes_of(mixture)
     plan = plan or choose_plan(sizes, len(x), x.itemsize, has_programs=has_programs)

@@ -1,12 +1,12 @@
-"""The experts of a few tokens: each pair by itself, without order and without matrix units.
+"""The experts of a few tokens: each pair separately, without ordering and without tensor cores.
 
     x ─► gate, up ─ SiLU * up ─► [pairs, inner] ─► down, times the pairs' weights, summed ─► out
 
-Bound by reading the weights of the experts that were chosen: hundreds of programs that ask for all
-their weights at once keep enough loads in flight, those of `down` before its inputs are there. Two
-tokens with the same expert read it twice, the second time perhaps from the L2 cache. Weights in FP8
-become floats in registers, activations stay as they are. Sums are in float32, in an order that no
-other token changes.
+Bound by reading the weights of the chosen experts: hundreds of programs that issue all their loads
+at once keep enough loads in flight, those of `down` before its inputs are computed. Two tokens with
+the same expert read it twice, the second time perhaps from the L2 cache. Weights in FP8 become
+floats in registers, activations are not quantised. Sums are in float32, in an order that does not
+depend on other tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .experts import ExpertWeights, Mixture
 from .routing_triton import Choice
 from .tiles import Few
 
-_STEP_OF_THREAD = 32  # weights of `down` that a thread takes in a step
-_BYTES_AHEAD = 256  # of a thread, in registers
+_STEP_OF_THREAD = 32  # weights of `down` per thread and step
+_BYTES_AHEAD = 256  # of weights, loaded early, in registers per thread
 _BLOCK = tl.constexpr(BLOCK)
 
 
@@ -102,7 +102,7 @@ def _gated(
     cols = tl.arange(0, COLS)
     is_output = outputs < INNER
     wait_for_previous(PDL)
-    let_next_in(PDL)  # it may read what was chosen
+    let_next_in(PDL)  # `_down` may read the choice
     expert = (tl.load(chosen + pair) - first_local).to(tl.int64)
     if (expert < 0) | (expert >= num_local):
         return
@@ -115,7 +115,7 @@ def _gated(
         of_outputs = scale + expert * 2 * INNER + outputs
         gate_scale = tl.load(of_outputs, mask=is_output, other=0.0)
         up_scale = tl.load(of_outputs + INNER, mask=is_output, other=0.0)
-    if SCALING == 2:  # all outputs of a program are of one row of blocks
+    if SCALING == 2:  # all outputs of a program are in one row of blocks
         num_blocks: tl.constexpr = (HIDDEN + _BLOCK - 1) // _BLOCK
         row = expert * (2 * INNER // _BLOCK) + tl.program_id(1) * OUTPUTS // _BLOCK
         of_gate = scale + (row + tl.arange(0, 1)) * num_blocks
@@ -164,10 +164,10 @@ def _down(
 ):
     token = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    rows = tl.minimum(outputs, HIDDEN - 1)  # that are there
+    rows = tl.minimum(outputs, HIDDEN - 1)  # clamped to existing ones
     places, cols = tl.arange(0, K_PADDED), tl.arange(0, COLS)
     let_next_in(PDL)
-    # `_gated` lets this in behind its own wait: what was chosen is there, its results are not.
+    # `_gated` starts this kernel after its own wait: the choice is complete, its results are not.
     pairs = token * K + places
     expert = (tl.load(chosen + pairs, mask=places < K, other=-1) - first_local).to(tl.int64)
     is_local = (places < K) & (expert >= 0) & (expert < num_local)
@@ -208,8 +208,8 @@ def _down(
 
 @triton.jit
 def _scaled(values, scales, first, num_inputs, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """values [ROWS, COLS], inputs from `first` on, each times the scale of its block: that of the
-    first block of a row is at `scales` [ROWS]."""
+    """values [ROWS, COLS], inputs from `first` on, each times the scale of its block. `scales`
+    [ROWS]: pointers to each row's first block scale."""
     BLOCKS: tl.constexpr = COLS // _BLOCK
     blocks = first // _BLOCK + tl.arange(0, BLOCKS)
     is_block = (blocks < tl.cdiv(num_inputs, _BLOCK))[None, :]

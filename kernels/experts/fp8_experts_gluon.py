@@ -1,15 +1,15 @@
-"""Experts in FP8 for few rows each, on Hopper: persistent programs, weights always on their way.
+"""Experts in FP8 for few rows each, on Hopper: persistent programs that keep weights in flight.
 
-    a warp     weights ─TMA─► early stages │ what is in front has ended │ rows ─TMA─► them too
+    producer   weights ─TMA─► early stages │ preceding kernel has ended │ rows ─TMA─► same stages
                weights, rows ─TMA─► each further stage, once it is empty
-    a warp     gated: rows of the tile's pairs ─► the stages instead
-    four more  a stage is full ─► wgmma ─► it is empty; what it gave, scaled, is added in float32
+    a warp     gated product: rows of the tile's pairs ─► the stages instead
+    four more  a stage is full ─► wgmma ─► it is empty; its product, scaled, is added in float32
 
-A block is 128 outputs (of a gated product of both halves) of a tile of rows. A program has blocks
-that follow each other, of one expert or two; while one ends, the next one's weights come in. Which
-expert is first does not depend on the routing, so that its weights are under way before that is
-known. Outputs are the rows of wgmma, a tile's rows its columns: 16 or 32 of them cost no more than
-one. Sums are those of grouped_triton.py.
+A block is 128 outputs (of a gated product, of both halves) of a tile of rows. A program has
+consecutive blocks of one expert or two; while one block ends, the next one's weights are loaded.
+The first expert does not depend on the routing, so its weights are loaded before the routing is
+known. Outputs are the rows of wgmma, a tile's rows its columns: 16 or 32 cost no more than one.
+Sums are computed as in grouped_triton.py.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from .tiles import Persistent
 _GROUP = gl.constexpr(BLOCK)
 _LARGEST, _LEAST = gl.constexpr(FP8_MAX), gl.constexpr(LEAST_MAXIMUM)
 _WARPS = 4
-_REGISTERS = 128  # of which the single warps need few; the others have what these leave
+_REGISTERS = 128  # per thread at launch; the single warps give most of theirs to the others
 _PRODUCER_REGISTERS = gl.constexpr(40)
 _LANES = gl.constexpr(32)
 _descriptor = gl.shared_memory_descriptor
 _view = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
-ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as of old
+ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # older Triton's name
 copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
@@ -54,7 +54,7 @@ def gated_products(
 ) -> Fp8Groups:
     """silu(gate) * up of each pair: x [tokens, hidden] -> [pairs by expert, inner].
 
-    `order` was cut into tiles of `plan.rows`, the experts' own first.
+    `order` has tiles of `plan.rows`, the experts' own first.
     """
     out = Fp8Groups.empty(len(order.pairs), weights.num_outputs // 2, x.data.device)
     _launch(x.data, x, weights, order, None, out.data, out.scale, num_chosen, plan)
@@ -88,7 +88,7 @@ def _launch(
     num_chosen: int,
     plan: Persistent,
 ) -> None:
-    """Without `shares` the gated product."""
+    """The gated product if `shares` is None, else the down product."""
     is_gated, num_inputs = shares is None, weights.num_inputs
     num_outputs = weights.num_outputs // (2 if is_gated else 1)
     assert num_inputs % BLOCK == 0 and num_outputs % BLOCK == 0, "a step and a block are whole"
@@ -126,8 +126,8 @@ def _layout() -> gl.NVMMASharedLayout:
 
 @gluon.jit
 def _share(num_experts, num_tiles, per_tile):
-    """The blocks of this program: those of experts' own tiles from the first on, how many, and how
-    many with those of further tiles, of which a program has every n-th."""
+    """This program's blocks: the first one in the experts' own tiles, the number of consecutive
+    ones there, and the total with further tiles' blocks, which programs take round-robin."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     own = num_experts * per_tile
     first = program * own // programs
@@ -138,8 +138,8 @@ def _share(num_experts, num_tiles, per_tile):
 
 @gluon.jit
 def _run(done, first, count, tiles, num_experts, num_tiles, per_tile):
-    """The next blocks of one tile, behind `done` of them: the first one's place within the tile;
-    the tile's expert, first row and end of rows; how many they are, and how many to compute."""
+    """The program's next blocks in one tile, after `done` blocks: the first one's index in the
+    tile; the tile's expert, first row and end of rows; number of blocks, and of needed ones."""
     is_own = done < count
     further = num_experts * per_tile + gl.program_id(0) + (done - count) * gl.num_programs(0)
     block = gl.where(is_own, first + done, further)
@@ -147,14 +147,14 @@ def _run(done, first, count, tiles, num_experts, num_tiles, per_tile):
     row = gl.load(tiles + num_tiles + tile)
     end = gl.load(tiles + 2 * num_tiles + tile)
     length = gl.where(is_own, gl.minimum(count - done, per_tile - at), 1)
-    # The first of its own blocks is on its way before anybody knows whether it has rows.
+    # The weights of the first own block are loaded before it is known whether it has rows.
     needed = gl.where(row < end, length, gl.where(is_own & (done == 0), 1, 0))
     return at, gl.load(tiles + tile), row, end, length, needed
 
 
 @gluon.jit
 def _ask_weight(matrix, row, column, num_outputs, full, ws, stage, HALVES: gl.constexpr, pred):
-    """Begin to fill a stage with its part of the weight."""
+    """Start loading a stage's part of the weight."""
     for half in gl.static_range(HALVES):
         to = ws.index(stage * HALVES + half)
         ask(matrix, [row + half * num_outputs, column], full.index(stage), to, pred=pred)
@@ -165,7 +165,7 @@ def _fill(
     vectors, matrix, tiles, xs, ws, full, empty, num_experts, num_tiles, num_outputs, num_steps,
     HALVES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One warp: have stage after stage filled, as they become empty."""
+    """The producer warp: load each stage once it is empty."""
     STAGES: gl.constexpr = xs.shape[0]
     ROWS: gl.constexpr = xs.shape[1] if HALVES == 1 else 0
     num_bytes: gl.constexpr = (ROWS + HALVES * _GROUP) * _GROUP
@@ -187,7 +187,7 @@ def _fill(
         first_output = (expert * HALVES * per_tile + at) * _GROUP
         for step in range(needed * num_steps):
             stage = index % STAGES
-            # Early stages can be emptied before this warp comes here, and are not waited for.
+            # Early stages are loaded, and may be emptied before this warp gets here: no wait.
             is_left = index >= early
             mbarrier.wait(empty.index(stage), (index // STAGES & 1) ^ 1, pred=is_left)
             column = step % num_steps * _GROUP
@@ -205,9 +205,9 @@ def _gather(
     x, tiles, pairs, xs, full, empty, num_experts, num_tiles, num_chosen, num_outputs, num_steps,
     IS_GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One warp: bring the rows of a tile's pairs into each stage, as it becomes empty.
+    """One warp: copy the rows of a tile's pairs into each stage once it is empty.
 
-    Where these come by TMA there is nothing to do.
+    Does nothing for the down product, whose rows are loaded by TMA.
     """
     if IS_GATED:
         STAGES: gl.constexpr = xs.shape[0]
@@ -241,7 +241,7 @@ def _multiply(
     num_experts, num_tiles, num_chosen, num_outputs, num_steps,
     HALVES: gl.constexpr, IS_BLOCKED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: block after block, from the stages as they become full."""
+    """Four warps: compute block after block, taking each stage once it is full."""
     STAGES: gl.constexpr = xs.shape[0]
     ROWS: gl.constexpr = xs.shape[1]
     GROUPS: gl.constexpr = scales.shape[0]
@@ -256,14 +256,14 @@ def _multiply(
     zeros = gl.zeros((_GROUP, ROWS), gl.float32, layout)
     per_tile = num_outputs // _GROUP
     first, count, all = _share(num_experts, num_tiles, per_tile)
-    wait_for_previous(PDL)  # these warps read what other kernels wrote, too
+    wait_for_previous(PDL)  # these warps, too, read other kernels' output
     done = 0
     index = 0
     while done < all:
         at, expert, row, end, length, needed = _run(
             done, first, count, tiles, num_experts, num_tiles, per_tile
         )
-        # A row that is none gets the values of one that is there, and is not stored.
+        # A padding row reads an existing row, and is not stored.
         sources = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(0, by_group)), end - 1)
         is_row = sources >= row
         if HALVES == 2:
@@ -352,7 +352,7 @@ def _experts(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     scales = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], flat)
     for stage in gl.static_range(STAGES):
-        # Each lane of the warp that gathers arrives, too.
+        # Each lane of the gathering warp arrives as well.
         mbarrier.init(full.index(stage), count=1 + (_LANES if IS_GATED else 0))
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()

@@ -1,23 +1,22 @@
-"""Rows of many experts times their weights: each tile of rows belongs to one expert.
+"""Grouped products of a mixture of experts: each tile of rows belongs to one expert.
 
     x [tokens, hidden] ─ rows by pair ─► gate, up ─ SiLU * up ─► [pairs by expert, inner]
                                          down ─ times the pair's weight ─► [pairs, hidden]
     sum over a token's pairs, in their order ─► [tokens, hidden]
 
-Sums are in float32 and no program adds to what another one wrote: the same step gives the same
-bits again. A row's result depends on the tiles' sizes, which follow from the number of tokens, and
-not on what the other rows hold.
+Sums are in float32 and without atomics, so repeating a step gives the same bits. A row's result
+depends on the tiles' sizes, which follow from the number of tokens, but not on other rows' values.
 
-Weights in int4 are int4_experts_triton.py's.
+For weights in int4 see int4_experts_triton.py.
 
-Weights in FP8 are multiplied with rows in floats, as which they come out of memory, or with rows in
-FP8, a scale for each 128 inputs: those of x are quantised by the router's product, which reads them
-too, and what is gated here by the program that has 128 of it. The matrix units add products in FP8
-up with 14 bits, too few for hundreds of inputs: at most 128 are added up there, then in float32,
-where their scales are multiplied in (two-level accumulation, DeepSeek-V3, section 3.3.2).
+Weights in FP8 are multiplied with rows in floats, after conversion, or with rows in FP8 that have a
+scale for each 128 inputs: rows of x are quantised by the router's product, which reads them too,
+and gated rows by the program that has 128 of their outputs. The tensor cores add FP8 products with
+14 bits, too few for hundreds of inputs: they add up at most 128 inputs, and these sums are scaled
+and added up in float32 (two-level accumulation, DeepSeek-V3, section 3.3.2).
 
-Programs that follow each other have the same expert: up to `group` tiles of its rows with the same
-outputs, then the next outputs, so that weights come from memory once and then from the L2 cache.
+Consecutive programs have the same expert: up to `group` tiles of its rows with the same outputs,
+then the next outputs, so that weights are read from memory once and then from the L2 cache.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def gated_products(
 ) -> ExpertInputs:
     """silu(gate) * up of each pair: x [tokens, hidden] -> [pairs by expert, inner], like x.
 
-    `order` was cut into tiles of `rows`.
+    `order` has tiles of `rows` rows.
     """
     inner, num_pairs = weights.num_outputs // 2, len(order.pairs)
     if isinstance(x, Fp8Groups):
@@ -76,8 +75,8 @@ def down_products(
 
 
 def sum_pairs(products: Tensor, choice: Choice, first: int, num_local: int) -> Tensor:
-    """[tokens * k, hidden] -> [tokens, hidden]: of each token's pairs with this rank's experts, in
-    the order of its choices."""
+    """[tokens * k, hidden] -> [tokens, hidden]: the sum of each token's pairs with this rank's
+    experts, in the order of its choices."""
     num_tokens, k = choice.chosen.shape
     hidden = products.shape[1]
     out = torch.empty((num_tokens, hidden), dtype=products.dtype, device=products.device)
@@ -108,7 +107,7 @@ def _launch(
     rows: int,
     cut: Cut,
 ) -> None:
-    """Without `shares` the gated product."""
+    """The gated product if `shares` is None, else the down product."""
     if isinstance(weights, Int4Experts):
         assert isinstance(x, Tensor), "activations stay as they are"
         int4_products(x, weights, order, shares, out, num_chosen, rows, cut)
@@ -198,7 +197,7 @@ def _grouped_product(
     rows = tl.load(tiles + num_tiles + tile) + tl.arange(0, ROWS)
     is_row = rows < tl.load(tiles + 2 * num_tiles + tile)
     pair = tl.load(pairs + rows, mask=is_row, other=0)
-    # A row that is none gets the values of one that is there, and is not stored.
+    # A padding row reads an existing row, and is not stored.
     sources = (pair // num_chosen if IS_GATED else tl.where(is_row, rows, 0)).to(tl.int64)
     cols = tl.arange(0, INPUTS)
     vectors = x + sources[:, None] * num_inputs + cols[None, :]
@@ -227,13 +226,13 @@ def _grouped_product(
             values = tl.load(vectors + first)
         else:
             values = tl.load(vectors + first, mask=is_col, other=0.0)
-        if HAS_DESCRIPTOR:  # behind the last output are others', which are not stored
+        if HAS_DESCRIPTOR:  # rows beyond the last output are loaded, but not stored
             some = weights.load([first_row, first])
         elif IS_WHOLE:
             some = tl.load(matrix + first)
         else:
             some = tl.load(matrix + first, mask=is_output[:, None] & is_col, other=0.0)
-        # Read in front of both products, and so while they are computed.
+        # Loaded before both products, so that the loads overlap with them.
         of_rows = tl.load(of_sources + first // _BLOCK) if HAS_FP8_ROWS else ones
         by, up_by = of_rows, of_rows
         if SCALING == 2:
@@ -289,8 +288,8 @@ def _add_product(
     IS_TURNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """sums + values [rows, inputs] times some [outputs, inputs], or the product turned; if
-    IS_SCALED the product times `by` [rows]."""
+    """sums + values [rows, inputs] @ some [outputs, inputs]^T, transposed if IS_TURNED; the product
+    times `by` [rows] if IS_SCALED."""
     some = some.to(values.dtype)
     if not IS_SCALED:
         if IS_TURNED:

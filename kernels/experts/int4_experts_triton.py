@@ -1,9 +1,9 @@
-"""Rows of many experts times their weights in int4, which stay packed until they are in registers.
+"""Grouped products with int4 weights, which stay packed until they are in registers.
 
 The two products of grouped_triton.py over the same tiles of rows: a program has some outputs of a
-tile of rows of one expert, and all inputs, chunk by chunk as int4_triton.py multiplies them. The
-weights, from registers, are the first of what the matrix units multiply, so that their tiles are
-full however few rows there are. A gate and what it is multiplied with are neighbours.
+tile of rows of one expert, and all inputs, in chunks that are multiplied as in int4_triton.py. The
+weights, in registers, are the first operand of the tensor cores, so that MMA tiles are full however
+few rows there are. Within a program each gate is next to its up output.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def int4_products(
     rows: int,
     cut: Cut,
 ) -> None:
-    """Fill `out`: without `shares` the gated product of rows of x [tokens, inputs] by pair, else
-    that of x [pairs by expert, inputs], times the pairs' shares."""
+    """Fill `out`: without `shares` the gated product of x [tokens, inputs] for each pair, else the
+    product of x [pairs by expert, inputs], times the pairs' shares."""
     num_outputs, num_tiles = weights.num_outputs, order.tiles.shape[1]
     _int4_grouped_product[(num_tiles * cdiv(num_outputs, cut.outputs),)](
         x,
@@ -128,7 +128,7 @@ def _int4_grouped_product(
 
 @triton.jit
 def _store(total, out, rows, first_column, width, is_row):
-    """total [rows, columns]"""
+    """Store total [rows, columns]."""
     columns = first_column + tl.arange(0, total.shape[1])
     at = out + rows.to(tl.int64)[:, None] * width + columns[None, :]
     mask = is_row[:, None] & (columns < width)[None, :]

@@ -1,4 +1,4 @@
-"""A router's logits: x, router ─► [parts, tokens, experts] float32, to be added up."""
+"""A router's logits: x, router ─► [parts, tokens, experts] float32, to be summed over parts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .experts import Fp8Groups
 
 _MAX_GEMV_TOKENS = 16
 _GEMV_EXPERTS = 4
-# Most tokens; tokens and experts of a program, and into how many parts the inputs are cut: few
-# tiles mean more programs with fewer steps each.
+# Maximum of tokens; tokens and experts of a program; split-K parts of the inputs: few tiles need
+# more programs with fewer steps each.
 _CUTS = ((32, 16, 16, 4), (1024, 64, 64, 8), (4096, 64, 64, 1), (1 << 30, 64, 128, 1))
 _LARGEST, _LEAST = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_MAXIMUM)
 
 
 def router_logits(x: Tensor, router: Tensor, quantised: Fp8Groups | None = None) -> Tensor:
     """x [tokens, hidden] @ router [experts, hidden]^T -> float32, whatever the type of `x`: as
-    summands [parts, tokens, experts], each of some of the inputs.
+    summands [parts, tokens, experts], each over a part of the inputs.
 
-    `quantised`: to be filled with x, which is read here anyway.
+    `quantised`: is filled with x quantised, since x is read here anyway.
     """
     num_tokens, hidden = x.shape
     num_experts = len(router)
@@ -90,7 +90,7 @@ def _logits_of_few(
     vector = x + token.to(tl.int64) * hidden + cols
     matrix = router + experts[:, None] * hidden + cols[None, :]
     let_next_in(PDL)
-    # The router is constant: its first part is on the way before x is known.
+    # The router is constant: its first part is loaded before x is complete.
     mask = is_expert[:, None] & (cols < hidden)[None, :]
     begin = tl.load(matrix, mask=mask, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
@@ -138,7 +138,7 @@ def _logits(
         tile = tl.load(matrix + first, mask=is_expert[:, None] & is_col, other=0.0)
         sums = tl.dot(values, tile.T, sums, input_precision=PRECISION)
         if QUANTISES:
-            # The programs of other experts compute the same, and store nothing.
+            # Programs of other experts compute the same values, and do not store them.
             is_mine = (tokens < tl.where(tl.program_id(1) == 0, num_tokens, 0))[:, None]
             wide = values.to(tl.float32)
             largest = tl.maximum(tl.max(tl.abs(wide), axis=1, keep_dims=True), _LEAST)

@@ -1,11 +1,11 @@
-"""Which experts each token goes to, and all tokens in the order of experts, on the device alone.
+"""Routing on the device: each token's experts, and (token, expert) pairs sorted by expert.
 
-    choose    softmax, the best      ─► weights, chosen [tokens, k]; how often, by block of tokens
+    choose    softmax, top-k         ─► weights, chosen [tokens, k]; counts by block of tokens
     order     those counts           ─► pairs by expert, and the tiles of rows that cover them
 
-A pair is a token and one of its experts: number token * k + place. Few tokens are chosen and
-ordered by one program in one kernel. Nothing here has a size that depends on values: a CUDA graph
-can hold it. Within an expert pairs are in the order of tokens.
+A pair is a token and one of its experts: number token * k + place. For few tokens one program of
+one kernel does both. No size depends on values, so CUDA graphs can capture the kernels. Pairs of
+one expert are in the order of tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..launched import cdiv, launched, next_power_of_2
 from .experts import LayerLoads, Mixture
 
-_BLOCK_ELEMENTS = 4096  # tokens times experts that a program has in registers
+_BLOCK_ELEMENTS = 4096  # tokens times experts that a program keeps in registers
 _MAX_BLOCK_TOKENS = 32
 _TILE_BLOCK = 64
 _ALIGNED = 32  # elements
@@ -37,11 +37,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Pairs by expert: `pairs` [tokens * k] int32.
+    """`pairs` [tokens * k] int32: pairs sorted by expert.
 
-    `tiles` [3, most tiles] int32: expert, first row of each tile and end of the expert's rows. A
-    tile has rows of one expert; of one that is not needed the expert is beyond the last. Rows
-    behind the last expert's (experts of other ranks) are not written.
+    `tiles` [3, most tiles] int32: expert and first row of each tile, and end of the expert's rows.
+    A tile has rows of one expert; an unused tile's expert is beyond the last. Rows after the last
+    local expert's (pairs with experts of other ranks) are not written.
     """
 
     pairs: Tensor
@@ -50,9 +50,10 @@ class Order:
 
 @triton.jit
 def tile_and_output(num_tiles, num_outputs, group, OUTPUTS: tl.constexpr):
-    """Of this program: its tile, and the first of its outputs.
+    """This program's tile, and the first of its outputs.
 
-    Up to `group` tiles with the same outputs follow each other, then the next outputs.
+    Up to `group` consecutive programs have the same outputs of different tiles; the next ones have
+    the next outputs.
     """
     program = tl.program_id(0)
     per_group = tl.cdiv(num_outputs, OUTPUTS) * group
@@ -65,7 +66,7 @@ def tile_and_output(num_tiles, num_outputs, group, OUTPUTS: tl.constexpr):
 def most_tiles(
     num_pairs: int, num_experts: int, tile_rows: int, *, has_own_tiles: bool = False
 ) -> int:
-    """How many tiles the worst routing needs: each expert's last one may have a single row."""
+    """How many tiles the worst routing needs: each expert's last tile may have a single row."""
     if has_own_tiles:
         return num_experts + (num_pairs - 1) // tile_rows
     touched = min(num_pairs, num_experts)
@@ -80,11 +81,11 @@ def choose_and_order(
     *,
     has_own_tiles: bool = False,
 ) -> tuple[Choice, Order]:
-    """`experts.choose_experts` of the sum of [parts, tokens, experts], of equal logits the first
-    expert; and these pairs cut into tiles of `tile_rows` rows. None: in no order.
+    """`experts.choose_experts` of the sum over parts of logits [parts, tokens, experts], with ties
+    going to the first expert; and the pairs in tiles of `tile_rows` rows (None: not ordered).
 
-    `has_own_tiles`: each expert's first tile has its number, with or without rows; the others are
-    behind these.
+    `has_own_tiles`: tile number e is expert e's first, even if it has no rows; further tiles come
+    after these.
     """
     num_parts, num_tokens, num_experts = logits.shape
     k, device = mixture.num_chosen, logits.device
@@ -98,7 +99,7 @@ def choose_and_order(
     if tile_rows is not None:
         sizes = (num_tokens * k, mixture.num_local, tile_rows)
         num_tiles = most_tiles(*sizes, has_own_tiles=has_own_tiles)
-    # Pairs, tiles, and how often each block of tokens has chosen each expert.
+    # Pairs, tiles, and how often each block of tokens chose each expert.
     pairs, tiles, counts = _int32s(device, num_tokens * k, 3 * num_tiles, num_blocks * padded)
     slots = None if loads is None else loads.whole.slots
     common = {
@@ -146,7 +147,7 @@ def choose_and_order(
 
 
 def _int32s(device: torch.device, *sizes: int) -> list[Tensor]:
-    """Uninitialised vectors in one piece of memory, each aligned."""
+    """Uninitialised vectors in one allocation, each aligned."""
     begins = [0]
     for size in sizes:
         begins.append(begins[-1] + -(-size // _ALIGNED) * _ALIGNED)
@@ -159,7 +160,7 @@ def _padded(num_experts: int) -> int:
 
 
 def _block_tokens(num_tokens: int, padded: int) -> int:
-    """Tokens of a program: few, as long as the programs are few."""
+    """Tokens per program: few, as long as there are few programs."""
     most = max(1, min(_MAX_BLOCK_TOKENS, _BLOCK_ELEMENTS // padded))
     if num_tokens <= most:
         return next_power_of_2(num_tokens)
@@ -167,8 +168,8 @@ def _block_tokens(num_tokens: int, padded: int) -> int:
 
 
 def _warps(block: int, *, is_ordered: bool) -> int:
-    """One for each token: its choices follow each other, and have no barrier within a warp. What
-    cuts tiles needs some more."""
+    """One warp per token: its choices are sequential, and need no barrier within a warp. Making
+    tiles needs a few more."""
     return min(16, max(block, 4 if is_ordered else 1))
 
 
@@ -214,12 +215,13 @@ def _choose(
     found = tl.load(logits + at, mask=is_logit, other=0.0)
     for part in tl.static_range(1, PARTS):
         found += tl.load(logits + part * num_tokens * num_experts + at, mask=is_logit, other=0.0)
-    # Whatever is loaded, every choice is an expert and none is made twice: addresses depend on it.
+    # Without NaN and -inf every choice is an expert and none is chosen twice, whatever was loaded:
+    # addresses depend on it.
     found = tl.maximum(tl.where(found == found, found, -3.0e38), -3.0e38)
     left = tl.where(is_expert[None, :], found, float("-inf"))
     best = tl.max(left, axis=1)
     total = tl.sum(tl.exp(left - best[:, None]), axis=1)
-    place = tl.full((TOKENS, EXPERTS), -1, tl.int32)  # which of the token's choices it is
+    place = tl.full((TOKENS, EXPERTS), -1, tl.int32)  # index among the token's choices, or -1
     values = tl.zeros((TOKENS, K_PADDED), tl.float32)
     numbers = tl.zeros((TOKENS, K_PADDED), tl.int32)
     for index in range(K):
@@ -292,14 +294,14 @@ def _order(
     HAS_OWN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Each program adds up all blocks' counts by itself: cheaper than one more kernel.
+    # Each program adds up all blocks' counts itself: cheaper than one more kernel.
     program = tl.program_id(0)
     tokens = program * TOKENS + tl.arange(0, TOKENS)
     experts, blocks = tl.arange(0, EXPERTS), tl.arange(0, COUNT_BLOCK)
     is_token = tokens < num_tokens
     let_next_in(PDL)
     wait_for_previous(PDL)
-    # All that few blocks need is asked for at once.
+    # For few blocks all loads are issued at once.
     counted = _counts_of(counts, blocks, experts, num_blocks, EXPERTS)
     place = tl.full((TOKENS, EXPERTS), -1, tl.int32)
     for index in tl.static_range(K):
@@ -332,7 +334,7 @@ def _order(
 
 @triton.jit
 def _counts_of(counts, blocks, experts, num_blocks, EXPERTS: tl.constexpr):
-    """[blocks, experts], zeros behind the last block."""
+    """[blocks, experts], zeros beyond the last block."""
     at = counts + blocks[:, None] * EXPERTS + experts[None, :]
     return tl.load(at, mask=(blocks < num_blocks)[:, None], other=0)
 
@@ -355,10 +357,10 @@ def _put_in_order(
     TILE_BLOCK: tl.constexpr,
     HAS_OWN: tl.constexpr,
 ):
-    """A block's pairs to their rows, and the program's share of the tiles.
+    """Store a block's pairs at their rows, and this program's share of the tiles.
 
-    `place` [tokens, experts]: which of a token's choices an expert is, or -1. `sizes` and `before`
-    [experts]: how often each is chosen by all tokens, and by those in front of the block.
+    `place` [tokens, experts]: the expert's index among the token's choices, or -1. `sizes` and
+    `before` [experts]: how often all tokens, and those before the block, chose each expert.
     """
     is_local = (experts >= first_local) & (experts < first_local + num_local)
     sizes = tl.where(is_local, sizes, 0)
@@ -368,14 +370,14 @@ def _put_in_order(
     is_stored = (is_chosen > 0) & is_local[None, :]
     tl.store(pairs + to, tokens[:, None] * K + place, mask=is_stored)
     num_own = num_local if HAS_OWN else 0
-    first_of = 1 if HAS_OWN else 0  # of an expert's tiles the first one that is counted here
+    first_of = 1 if HAS_OWN else 0  # the first of an expert's tiles that is counted here
     num_of = tl.maximum((sizes + tile_rows - 1) // tile_rows - first_of, 0)
-    behind = tl.cumsum(num_of, axis=0)  # the tile behind the expert's last
+    behind = tl.cumsum(num_of, axis=0)  # the end of the expert's tiles
     step = tl.num_programs(0) * TILE_BLOCK
     for first in range(tl.program_id(0) * TILE_BLOCK, num_tiles, step):
         numbers = first + tl.arange(0, TILE_BLOCK)
         place_of = numbers - num_own
-        # A tile belongs to the first expert whose tiles end behind it.
+        # A tile belongs to the first expert whose tiles end after it.
         owner = tl.sum((behind[None, :] <= place_of[:, None]).to(tl.int32), axis=1)
         of_expert = place_of[:, None] - (behind - num_of)[None, :] + first_of
         if HAS_OWN:
@@ -386,7 +388,7 @@ def _put_in_order(
         begin = tl.sum(tl.where(is_owner, rows, 0), axis=1)
         end = tl.sum(tl.where(is_owner, (starts + sizes)[None, :], 0), axis=1)
         mask = numbers < num_tiles
-        # Of a tile that is not needed the owner is EXPERTS: beyond the local ones.
+        # An unused tile's owner is EXPERTS: beyond the local experts.
         local = tl.where(owner < EXPERTS, owner - first_local, EXPERTS)
         tl.store(tiles + numbers, local, mask=mask)
         tl.store(tiles + num_tiles + numbers, begin, mask=mask)

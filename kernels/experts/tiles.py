@@ -1,11 +1,11 @@
-"""How the products of a mixture of experts are cut up, by its sizes and the tokens of a step.
+"""Tilings of the products of a mixture of experts, by its sizes and the tokens of a step.
 
-    few         a program has some outputs of one pair, and multiplies without the matrix units
+    few         a program has some outputs of one (token, expert) pair, without tensor cores
     tiles       a program has some outputs of a tile of rows of one expert
     persistent  a program goes from tile to tile
 
-tiles.json has what was fastest, and on which card: `python -m baton.bench.kernels.experts` writes
-it. A mixture that is not in it gets a default by its rows an expert.
+tiles.json has the fastest plans, and the card they were measured on; it is written by
+`python -m baton.bench.kernels.experts`. Other mixtures get a default by their rows per expert.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-WIDE_ROWS = 128  # of a tile that two groups of warps share
+WIDE_ROWS = 128  # of a tile that two warp groups share
 TABLE = Path(__file__).with_name("tiles.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one of the two products of `tiles` is cut up: a program's outputs, a step of its loop,
-    steps in flight; and how many tiles follow each other for the same outputs.
+    """Tiling of one of the two products of `Tiles`: outputs of a program, inputs of a step, steps
+    in flight (`stages`); `group`: number of consecutive tiles with the same outputs.
 
-    Of weights in int4 the outputs are those of the weight, of a gated product twice as many as its
-    own; a step is of 128 inputs, and outputs are the rows of the product.
+    With int4 weights `outputs` counts rows of the weight, for a gated product twice its outputs; a
+    step has 128 inputs, and the product is always transposed.
     """
 
     outputs: int
@@ -35,13 +35,13 @@ class Cut:
     stages: int
     warps: int
     group: int = 1
-    is_turned: bool = False  # outputs are the rows of the product: full tiles of the matrix units
-    has_descriptor: bool = False  # weights are copied by the tensor memory accelerator
+    is_turned: bool = False  # transposed: outputs are the MMA's rows, which fills its tiles
+    has_descriptor: bool = False  # weights are loaded by TMA
 
 
 @dataclass(frozen=True, slots=True)
 class Few:
-    """Outputs of a program in the two products, and inputs of a step of the gated one's."""
+    """Outputs of a program in the two products, and inputs of a step of the gated product."""
 
     gated: int
     down: int
@@ -53,8 +53,8 @@ class Few:
 class Tiles:
     """Rows of a tile, and the two products over them.
 
-    `has_fp8_rows`: of weights in FP8; they are multiplied with activations in FP8. Then 128 outputs
-    of a gated product have one scale, and are a program's.
+    `has_fp8_rows`: weights in FP8 are multiplied with activations in FP8. A program of the gated
+    product then has 128 outputs, which get one scale.
     """
 
     rows: int
@@ -67,9 +67,9 @@ class Tiles:
 class Persistent:
     """Rows of a tile, and steps of 128 bytes of inputs in flight in the two products.
 
-    16 or 32 rows: of weights in FP8, with activations in FP8, and sizes that are multiples of 128.
-    128 rows: also of floats; outputs of the down product are a multiple of 256. Up to `group` tiles
-    follow each other for the same outputs.
+    16 or 32 rows: for weights and activations in FP8, with sizes that are multiples of 128. 128
+    rows: also for floats; outputs of the down product are a multiple of 256. Up to `group`
+    consecutive tiles have the same outputs.
     """
 
     rows: int
@@ -84,7 +84,7 @@ class Persistent:
 
     @property
     def tiles(self) -> Tiles:
-        """What has the same rows, where Gluon's kernels do not run."""
+        """The plan with the same rows, for devices without the Gluon kernels."""
         cut = _TURNED
         if self.is_wide:
             cut = Cut(128, 128 if self.has_fp8_rows else 64, 3, 8, self.group)
@@ -96,18 +96,18 @@ Plan = Few | Tiles | Persistent
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of one rank's part of a mixture."""
+    """Sizes of one rank's part of a mixture."""
 
     num_experts: int
     num_chosen: int
     hidden: int
     inner: int
     weights: str = ""  # fp8: a scale for each output; fp8-block: for 128 x 128; int4; else floats
-    num_ranks: int = 1  # that have such a part, of other experts
+    num_ranks: int = 1  # that share the experts, each with such a part
 
     @property
     def is_whole(self) -> bool:
-        """Whether persistent programs can compute it."""
+        """Whether persistent programs support these sizes."""
         return self.hidden % 256 == 0 and self.inner % 128 == 0 and self.weights != "int4"
 
     @property
@@ -119,10 +119,10 @@ class Sizes:
 
 
 def choose_plan(sizes: Sizes, num_tokens: int, itemsize: int, *, has_programs: bool = True) -> Plan:
-    """What is fastest for so many tokens, which have numbers of `itemsize` bytes.
+    """The fastest plan for `num_tokens` tokens with numbers of `itemsize` bytes.
 
-    `has_programs`: persistent programs run here. Others have wide tiles for many rows an expert
-    alone: they multiply rows that are none, too.
+    `has_programs`: persistent programs run on this device. The other kernels use wide tiles only
+    for many rows per expert, since they multiply padding rows too.
     """
     if itemsize != 2:
         return _EXACT
@@ -131,7 +131,7 @@ def choose_plan(sizes: Sizes, num_tokens: int, itemsize: int, *, has_programs: b
         if has_programs or not (isinstance(plan, Persistent) and plan.is_wide):
             return plan
     steps = {"": _DEFAULTS, "int4": _INT4_DEFAULTS}.get(sizes.weights, _FP8_DEFAULTS)
-    # By rows an expert, as a mixture of 128 experts and 8 choices has them.
+    # The number of tokens that gives 128 experts with 8 choices as many rows per expert.
     num_experts = sizes.num_experts * sizes.num_ranks
     num_tokens = max(1, num_tokens * sizes.num_chosen * 16 // num_experts)
     if num_tokens > _MOST_NARROW[has_programs] and sizes.is_whole:
@@ -144,12 +144,12 @@ def _first(steps: list[tuple[int, Plan]], num_tokens: int) -> Plan:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """What `from_json` reads."""
+    """The JSON object that `from_json` reads."""
     return {"kind": type(plan).__name__.lower(), **asdict(plan)}
 
 
 def from_json(values: Mapping[str, Any]) -> Plan:
-    """Raises KeyError or TypeError for what is no plan."""
+    """The plan of `as_json`. Raises KeyError or TypeError for anything else."""
     match values:
         case {"kind": "few", **rest}:
             return Few(**rest)
@@ -162,7 +162,7 @@ def from_json(values: Mapping[str, Any]) -> Plan:
 
 @functools.cache
 def _table() -> Mapping[str, list[tuple[int, Plan]]]:
-    """By `Sizes.key`: plans, each with the most tokens that it is for."""
+    """By `Sizes.key`: plans, each with its maximum number of tokens."""
     if not TABLE.is_file():
         return {}
     return {
@@ -172,7 +172,7 @@ def _table() -> Mapping[str, list[tuple[int, Plan]]]:
 
 
 _MOST_NARROW = {True: 256, False: 1024}  # by `has_programs`
-# float32 is for tests: whatever fits into any GPU.
+# float32 is for tests: a tiling that fits into any GPU.
 _EXACT = Tiles(16, Cut(32, 32, 2, 4), Cut(32, 32, 2, 4))
 _DEFAULTS: list[tuple[int, Plan]] = [
     (4, Few(4, 2)),

@@ -1,13 +1,13 @@
 """Experts of many rows each, on Hopper: persistent programs, a tile's 128 rows by 256 outputs.
 
-    a warp       weights ─TMA─► a stage, once it is empty; down: rows, too
-    two warps    gated: rows of the tile's pairs ─► the stage instead
+    producer     weights ─TMA─► a stage, once it is empty; down product: rows, too
+    two warps    gated product: rows of the tile's pairs ─► the stage instead
     four warps   a stage is full ─► wgmma of the tile's rows 0 to 63 ─► it is empty
     four more    likewise its rows 64 to 127, if there are any
 
-The two groups of four keep no step with each other: while one scales sums and stores them the other
-one has the matrix units. A stage is 128 bytes of the inputs. The 256 outputs are two halves: 128 of
-the gate with the same 128 of up, or neighbours. Sums are those of grouped_triton.py.
+The two groups of four warps are not synchronised: while one scales and stores its sums, the other
+uses the tensor cores. A stage is 128 bytes of the inputs. The 256 outputs are two halves: 128 of
+the gate and the same 128 of up, or 256 consecutive ones. Sums are computed as in grouped_triton.py.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from .fp8_experts_gluon import ask, copy
 from .routing_triton import Choice, Order
 from .tiles import Persistent
 
-_STEP_BYTES = 128  # of a row, what the shared memory's layout swizzles
+_STEP_BYTES = 128  # of a row: the width of the swizzle in shared memory
 _GROUP = gl.constexpr(BLOCK)
 _BY_ROW, _BY_BLOCK = gl.constexpr(BY_ROW), gl.constexpr(BY_BLOCK)
-_ROWS = gl.constexpr(64)  # of a tile, those of one group of warps
+_ROWS = gl.constexpr(64)  # of a tile, for each warp group
 _LARGEST, _LEAST = gl.constexpr(FP8_MAX), gl.constexpr(LEAST_MAXIMUM)
 _WARPS = 4
-_REGISTERS = 168  # of a thread at launch: 12 warps share what there is
+_REGISTERS = 168  # per thread at launch: 12 warps share the register file
 _PRODUCER_REGISTERS = gl.constexpr(40)
 _CONSUMER_REGISTERS = gl.constexpr(232)
 _GATHERING = gl.constexpr(2)
@@ -53,7 +53,7 @@ def gated_products(
 ) -> ExpertInputs:
     """silu(gate) * up of each pair: x [tokens, hidden] -> [pairs by expert, inner], like x.
 
-    `order` was cut into tiles of 128 rows.
+    `order` has tiles of 128 rows.
     """
     inner, num_pairs = weights.num_outputs // 2, len(order.pairs)
     if isinstance(x, Fp8Groups):
@@ -94,7 +94,7 @@ def _launch(
     num_chosen: int,
     plan: Persistent,
 ) -> None:
-    """Without `shares` the gated product."""
+    """The gated product if `shares` is None, else the down product."""
     is_gated, num_inputs = shares is None, weights.num_inputs
     width = BLOCK if is_gated else 2 * BLOCK
     num_outputs = weights.num_outputs // (2 if is_gated else 1)
@@ -126,7 +126,7 @@ def _launch(
 
 
 def _boxes(matrix: Tensor, rows: int) -> TensorDescriptor:
-    """What the copy engine of a multiprocessor (TMA) needs to know to load a step of rows."""
+    """A TMA descriptor that loads a step's inputs of `rows` rows."""
     columns = _STEP_BYTES // matrix.itemsize
     return TensorDescriptor.from_tensor(matrix, [rows, columns], _layout(matrix.itemsize))
 
@@ -138,10 +138,11 @@ def _layout(itemsize: int) -> gl.NVMMASharedLayout:
 
 @gluon.jit
 def _tile_of(tiles, block, num_tiles, num_experts, per_tile, group):
-    """Of a block: its number among the outputs, and the tile's expert, first row and end of rows;
-    a tile that is none has no row.
+    """A block's index among its tile's blocks of outputs, and the tile's expert, first row and end
+    of rows; an unused tile has no rows.
 
-    Up to `group` tiles with the same outputs follow each other, then the next outputs.
+    Up to `group` consecutive blocks have the same outputs of different tiles; the next ones have
+    the next outputs.
     """
     is_there = block < num_tiles * per_tile
     block = gl.where(is_there, block, 0)
@@ -162,7 +163,7 @@ def _fill(
     group,
     IS_GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One warp: have stage after stage filled, as they become empty."""
+    """The producer warp: load each stage once it is empty."""
     STAGES: gl.constexpr = full.shape[0]
     COLS: gl.constexpr = ws.shape[2]
     WIDTH: gl.constexpr = _GROUP if IS_GATED else 2 * _GROUP
@@ -194,9 +195,9 @@ def _gather(
     group,
     IS_GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Two warps: bring the rows of a tile's pairs into each stage, as it becomes empty.
+    """Two warps: copy the rows of a tile's pairs into each stage once it is empty.
 
-    Where these come by TMA there is nothing to do.
+    Does nothing for the down product, whose rows are loaded by TMA.
     """
     if IS_GATED:
         STAGES: gl.constexpr = full.shape[0]
@@ -209,7 +210,7 @@ def _gather(
         index = 0
         for block in range(gl.program_id(0), num_tiles * per_tile, gl.num_programs(0)):
             _at, _expert, row, end = _tile_of(tiles, block, num_tiles, num_experts, per_tile, group)
-            # A row that is none gets the values of one that is there, and is not stored.
+            # A padding row reads an existing row, and is not stored.
             rows = gl.minimum(row + numbers, end - 1)
             others = gl.minimum(row + _ROWS + numbers, end - 1)
             sources = gl.load(pairs + rows, mask=rows >= row, other=0) // num_chosen
@@ -233,9 +234,9 @@ def _multiply(
     num_tiles, num_chosen, num_outputs, num_inputs, group,
     PART: gl.constexpr, IS_GATED: gl.constexpr, SCALING: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: block after block of one half of the rows, from the stages as they become full.
+    """Four warps: compute half of the rows of each block, taking each stage once it is full.
 
-    `SCALING` is `ExpertWeights.scaling`; with one activations are in FP8, too.
+    `SCALING` is `ExpertWeights.scaling`; unless 0, activations are in FP8, too.
     """
     STAGES: gl.constexpr = full.shape[0]
     COLS: gl.constexpr = ws.shape[2]
@@ -252,12 +253,12 @@ def _multiply(
     up_at = num_outputs if IS_GATED else _GROUP
     num_steps = num_inputs // COLS
     num_groups = gl.cdiv(num_inputs, _GROUP)
-    wait_for_previous(PDL)  # these warps read what other kernels wrote, too
+    wait_for_previous(PDL)  # these warps, too, read other kernels' output
     index = 0
     program, programs = gl.program_id(0), gl.num_programs(0)
     at, expert, first_row, end = _tile_of(tiles, program, num_tiles, num_experts, per_tile, group)
     for block in range(program, num_tiles * per_tile, programs):
-        # The next block's tile is known before this block ends.
+        # The next block's tile is loaded before this block ends.
         next_one = _tile_of(tiles, block + programs, num_tiles, num_experts, per_tile, group)
         row = first_row + PART * _ROWS
         if row < end:
@@ -274,7 +275,7 @@ def _multiply(
                 of_block = (
                     scale + (expert * HALVES * num_outputs + first_output) // _GROUP * num_groups
                 )
-            # What the sums are scaled with, and where they go, is read in front of them.
+            # Scales of the sums, and where to store them, are read before the loop.
             by_output = gl.zeros((_GROUP,), gl.float32, flat)
             up_by_output = by_output
             if SCALING == _BY_ROW:
@@ -314,7 +315,7 @@ def _multiply(
                     sums = warpgroup_mma(x, tile, sums, is_async=True)
                     up_sums = warpgroup_mma(x, up_tile, up_sums, is_async=True)
                     sums, up_sums = warpgroup_mma_wait(2, deps=(sums, up_sums))
-                    # What the step before has read is empty.
+                    # The previous step's product is done, so its stage is empty.
                     before = (index + STAGES - 1) % STAGES
                     mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
                 index += 1
@@ -331,7 +332,7 @@ def _multiply(
                 sums = sums / (1.0 + gl.exp(-sums)) * up_sums
                 if SCALING > 0:
                     largest = gl.maximum(gl.max(gl.abs(sums), axis=1), _LEAST)
-                    # Rows that are none write once more what the last one has.
+                    # Padding rows write the last row's value again.
                     gl.store(
                         out_scale + rows * per_tile + first_output // _GROUP, largest / _LARGEST
                     )
@@ -369,7 +370,7 @@ def _wide_tiles(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # Each lane of the warps that gather arrives, too.
+        # Each lane of the gathering warps arrives as well.
         mbarrier.init(full.index(stage), count=1 + (_GATHERING_LANES if IS_GATED else 0))
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()

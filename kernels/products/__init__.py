@@ -1,1 +1,1 @@
-"""Matrix products of few rows."""
+"""Matrix products with weights in FP8, int4 and floats."""

@@ -1,13 +1,13 @@
-"""Which kernel multiplies with a weight in FP8, by shape and rows.
+"""Which kernel computes a product with a weight in FP8, by shape and rows.
 
     up to 64 rows     streamed (Hopper), else Triton
-    more              torch's _scaled_mm, where it has the shape and type, else Triton; with scales
-                      of blocks, up to 256, streamed where it has few outputs
+    more              torch's _scaled_mm, where it supports shape and type, else Triton; with block
+                      scales, up to 256 rows, streamed for few outputs
 
-Scales of rows and outputs cost cuBLAS up to 15 us: what is added to the residual stream is given
-unscaled, and the norm that adds it has them too. It sums up shares of the inputs as well.
+Scaling by rows and outputs costs cuBLAS up to 15 us: a product for the residual stream is returned
+unscaled, and the norm that adds it applies the scales. That norm also sums split-K shares.
 
-What is fastest was measured (`python -m baton.bench.kernels.quantised_products`): see way_table.py.
+The choice was measured (`python -m baton.bench.kernels.quantised_products`): see way_table.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .way_table import look_up
 from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight, RowScaled, Summands, Unscaled
 
 MAX_FEW_ROWS, MAX_STREAMED_ROWS = 64, 256
-_ALIGNED = 16  # outputs and inputs of what _scaled_mm takes
+_ALIGNED = 16  # _scaled_mm takes multiples of it as outputs and inputs
 _BLOCKS_ALIGNED = 4 * BLOCK  # cuBLAS steps over rows of scales by multiples of 4
 
 
@@ -49,7 +49,7 @@ def multiply(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
 
 
 def multiply_by(way: Way, x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """The same in the way that is said."""
+    """`multiply` with this kernel; Triton's where Gluon is not available."""
     if isinstance(way, Fp8Stages) and (module := _streamed(x.data.device)):
         product: Tensor = module.fp8_streamed_product(x, weight, bias, way)
         return product
@@ -59,7 +59,7 @@ def multiply_by(way: Way, x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) ->
 
 
 def summand(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor | Unscaled | Summands:
-    """`multiply`, for the norm that adds it."""
+    """`multiply`, in a form that the norm which adds it completes."""
     if isinstance(weight, RowScaled):
         is_quicker = bias is None and len(x) > MAX_FEW_ROWS and can_scale(x, weight)
         return _unscaled(x, weight) if is_quicker else multiply(x, weight, bias)
@@ -70,7 +70,7 @@ def summand(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor | Unsc
 
 
 def summands(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, way: Fp8Stages) -> Summands:
-    """The product of each share of the inputs."""
+    """The partial product of each split-K share."""
     module = _streamed(x.data.device)
     assert module is not None
     found: Tensor = module.fp8_streamed_summands(x, weight, bias, way)
@@ -96,7 +96,7 @@ def _one(device: torch.device) -> Tensor:
 
 
 def choose(x: Fp8Rows, weight: Fp8Weight) -> Way:
-    """What is fastest on an H200 of what this device can."""
+    """The fastest kernel on an H200 among those that this device supports."""
     num_outputs, num_inputs = weight.shape
     is_blocked = isinstance(weight, BlockScaled)
     kind = "block" if is_blocked else "row"
@@ -113,7 +113,7 @@ def choose(x: Fp8Rows, weight: Fp8Weight) -> Way:
     )
     found = look_up(kind, num_rows, num_outputs, num_inputs, kinds)
     if found is not None and found.rows < num_rows:
-        found = None  # what is fastest of fewer rows may not do
+        found = None  # measured for fewer rows: may not suit more
     if found is not None and device.type == "cuda":
         return WAYS[found.kind](**found.way)
     if "streamed" in kinds and num_rows <= MAX_FEW_ROWS:
@@ -122,7 +122,7 @@ def choose(x: Fp8Rows, weight: Fp8Weight) -> Way:
 
 
 def usual_stages(num_outputs: int) -> Fp8Stages:
-    """Where nothing was measured."""
+    """The stages where nothing was measured."""
     if num_outputs >= 64 * 96:
         return Fp8Stages(64, 2, 4, 3)
     return Fp8Stages(32, 2, 6, 3)
@@ -133,15 +133,15 @@ def _tiling(num_rows: int) -> Fp8Tiling:
 
 
 def can_stream(x: Fp8Rows, weight: Fp8Weight) -> bool:
-    """Whether fp8_streamed_gluon.py can compute it."""
+    """Whether fp8_streamed_gluon.py can compute this product."""
     most = MAX_STREAMED_ROWS if isinstance(weight, BlockScaled) else MAX_FEW_ROWS
     has_room = x.room in (16, 32, 64, 128, 256) and len(x) <= most
     return has_room and _streams(x.dtype, x.data.device, weight)
 
 
 def takes_groups(x: Tensor, weight: Fp8Weight) -> bool:
-    """Whether the product of x [rows, ..] with `weight` may be given a scale for each 128 inputs:
-    what quantises by them needs no more of a row, and takes half the time."""
+    """Whether the product of x [rows, ..] with `weight` accepts a scale for each 128 inputs:
+    quantising by groups does not need the whole row, and takes half the time."""
     if isinstance(weight, BlockScaled):
         return True
     return len(x) <= MAX_FEW_ROWS and _streams(x.dtype, x.device, weight)
@@ -154,7 +154,7 @@ def _streams(dtype: torch.dtype, device: torch.device, weight: Fp8Weight) -> boo
 
 
 def can_scale(x: Fp8Rows, weight: Fp8Weight) -> bool:
-    """Whether _scaled_mm can compute it."""
+    """Whether torch._scaled_mm can compute this product."""
     num_outputs, num_inputs = weight.shape
     if isinstance(weight, BlockScaled):
         is_whole = num_outputs % BLOCK == 0 and num_inputs % _BLOCKS_ALIGNED == 0
@@ -167,7 +167,7 @@ def scaled_mm(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     """`multiply` by torch: cuBLAS or CUTLASS."""
     num_rows = len(x)
     if isinstance(weight, BlockScaled):
-        data, scale = x.with_room  # strides must be aligned, and scales lie behind each other
+        data, scale = x.with_room  # strides must be aligned, and scales contiguous
         of_weight, is_fast = weight.scale.t(), False
     else:
         data, scale = x.data, x.scale.as_strided((num_rows, 1), (1, 1))

@@ -1,16 +1,16 @@
-"""A weight in FP8 times up to 256 vectors in FP8 on Hopper: streamed_product_gluon.py's way.
+"""A weight in FP8 times up to 256 vectors in FP8 on Hopper, pipelined as streamed_product_gluon.py.
 
-    a warp     weight ─TMA─► early stages │ the kernel in front has ended │ vectors ─TMA─► them too
+    producer   weight ─TMA─► early stages │ preceding kernel has ended │ vectors ─TMA─► same stages
                weight, vectors ─TMA─► each further stage, once it is empty
-    four more  a stage is full ─► wgmma ─► it is empty; what it gave, scaled, is added in float32
+    others     a stage is full ─► wgmma ─► it is empty; its product, scaled, is added in float32
 
-wgmma takes 64 rows. These are vectors, of which no more are read than there is room for, 16, 32 or
-64; or, turned, outputs: what lies in the other rows of a stage is nobody's, and vectors come in
-tiles of up to 128. A stage is some chunks of 128 inputs, each summed up apart: the matrix units add
-FP8 products with fewer bits than float32 has, and scales of blocks belong to one.
+wgmma takes 64 rows. These are vectors, of which only those with memory (16, 32 or 64) are loaded;
+or, transposed (`is_turned`), outputs, with tiles of up to 128 vectors. Results of rows that are not
+loaded are not used. A stage has some chunks of 128 inputs, each summed separately: the tensor cores
+add FP8 products with fewer bits than float32 has, and each chunk has its own block scale.
 
 Few outputs of many inputs would keep few multiprocessors busy: then programs have shares of the
-inputs, and give a summand each.
+inputs (split-K), and write a summand each.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .fp8_triton import Fp8Stages
 from .streamed_product_gluon import _ask, _stage_barriers
 from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight
 
-_TILE_ROWS = gl.constexpr(64)  # which a warp group multiplies
+_TILE_ROWS = gl.constexpr(64)  # of a warp group
 _GROUP = gl.constexpr(BLOCK)
 _MOST_ROWS = 128  # of a tile
-_SHARED_BYTES = 226 << 10  # of a program, less what Triton takes
+_SHARED_BYTES = 226 << 10  # per program, less what Triton itself needs
 _PRODUCER_REGISTERS = gl.constexpr(24)
 _SCALES_AT_ONCE = gl.constexpr(32)
 _descriptor = gl.shared_memory_descriptor
@@ -50,8 +50,8 @@ def fp8_streamed_product(
 ) -> Tensor:
     """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs] in bfloat16.
 
-    At most 64 rows, or 256 if turned and in groups, with room for a power of 2; inputs a multiple
-    of 128. A row's sums do not depend on the others.
+    At most 64 rows, or 256 if transposed and scaled by groups, with room for a power of 2; inputs a
+    multiple of 128. A row's sums do not depend on other rows.
     """
     return fp8_streamed_summands(x, weight, bias, replace(stages, shares=1))[:, 0]
 
@@ -59,7 +59,7 @@ def fp8_streamed_product(
 def fp8_streamed_summands(
     x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, stages: Fp8Stages
 ) -> Tensor:
-    """The same, of each share of the inputs: [rows, shares, outputs]."""
+    """The partial product of each split-K share: [rows, shares, outputs]."""
     num_outputs, num_inputs = weight.shape
     data, _ = x.with_room
     is_grouped = isinstance(weight, BlockScaled) or x.scale.shape[1] > 1
@@ -99,7 +99,7 @@ def fp8_streamed_summands(
 
 
 def fitting(stages: Fp8Stages, room: int, groups: int) -> Fp8Stages:
-    """Of these stages no more than there is shared memory for, beside the table of scales."""
+    """`stages` limited to what fits into shared memory beside the table of scales."""
     x_rows = room if stages.is_turned else _TILE_ROWS.value
     w_rows = max(_TILE_ROWS.value, stages.outputs) if stages.is_turned else stages.outputs
     each = (x_rows + w_rows) * BLOCK * stages.chunks + 16
@@ -108,8 +108,8 @@ def fitting(stages: Fp8Stages, room: int, groups: int) -> Fp8Stages:
 
 
 def registers(stages: Fp8Stages, room: int) -> int:
-    """Of a thread that adds up: few, so that what is behind comes in early. Of more than four
-    warps, on average with those that do not, which Triton rounds up to four."""
+    """Registers per thread that multiplies: few, so that the next kernel's programs start early.
+    With more than four warps, the average with the producer, which Triton rounds up to four."""
     if not stages.is_turned:
         return 64 + stages.outputs // 2 * (1 + stages.chunks)
     sums = max(64, stages.outputs) * room // (32 * stages.warps)
@@ -121,7 +121,7 @@ def registers(stages: Fp8Stages, room: int) -> int:
 
 
 def _boxes(matrix: Tensor, num_rows: int) -> TensorDescriptor:
-    """What the copy engine of a multiprocessor (TMA) needs to know to load such boxes."""
+    """A TMA descriptor that loads boxes of this size."""
     return TensorDescriptor.from_tensor(matrix, [num_rows, BLOCK], _layout(num_rows))
 
 
@@ -132,7 +132,7 @@ def _layout(num_rows: int) -> gl.NVMMASharedLayout:
 
 @gluon.jit
 def _ask_weight(matrix, step, full, ws, stage, ROWS: gl.constexpr, CHUNKS: gl.constexpr):
-    """Begin to fill a stage with its part of the weight; `full` waits for the vectors too."""
+    """Start loading a stage's part of the weight; `full` expects the vectors' bytes too."""
     OUTPUTS: gl.constexpr = matrix.block_shape[0]
     num_bytes: gl.constexpr = (ROWS + OUTPUTS) * _GROUP * CHUNKS
     mbarrier.expect(full.index(stage), num_bytes)
@@ -169,7 +169,7 @@ def _fill(
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One warp: have stage after stage filled, as they become empty."""
+    """The producer warp: load each stage once it is empty."""
     STAGES: gl.constexpr = xs.shape[0] // CHUNKS
     for step in range(gl.minimum(EARLY, num_steps)):
         _ask_weight(matrix, begin + step, full, ws, step, ROWS, CHUNKS)
@@ -196,8 +196,8 @@ def _bring_scales(
     ROWS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """What the products of each chunk and row are multiplied with, into `scales` [chunks, rows]: a
-    load in the loop over the stages would be waited for in each."""
+    """Write the factor of each chunk's and row's product into `scales` [chunks, rows]: a load in
+    the loop over the stages would stall every stage."""
     GROUPS: gl.constexpr = scales.shape[0]
     X_ROWS: gl.constexpr = scales.shape[1]
     PART: gl.constexpr = _SCALES_AT_ONCE if GROUPS > _SCALES_AT_ONCE else GROUPS
@@ -210,7 +210,7 @@ def _bring_scales(
         table = table.slice(0, ROWS, 1)
     rows = gl.program_id(1) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
     parts = gl.arange(0, PART, gl.SliceLayout(1, layout))
-    wait_for_previous(PDL)  # these warps read what other kernels wrote, too
+    wait_for_previous(PDL)  # these warps, too, read other kernels' output
     for first in gl.static_range(0, GROUPS, PART):
         groups = begin + first + parts
         is_there = groups < num_groups
@@ -244,10 +244,10 @@ def _multiply(
     IS_TURNED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """All warps but one: add up stage after stage, as they become full."""
+    """All warps but the producer: multiply each stage once it is full, and add up."""
     STAGES: gl.constexpr = xs.shape[0] // CHUNKS
     layout: gl.constexpr = sums.type.layout
-    ROW_AXIS: gl.constexpr = 0 if IS_TURNED else 1  # that vectors have not
+    ROW_AXIS: gl.constexpr = 0 if IS_TURNED else 1  # of outputs: values per vector lack it
     of_rows: gl.constexpr = gl.SliceLayout(ROW_AXIS, layout)
     rows = gl.program_id(1) * ROWS + gl.arange(0, xs.shape[1], of_rows)
     zeros = gl.zeros((sums.shape[0], sums.shape[1]), gl.float32, layout)
@@ -257,7 +257,7 @@ def _multiply(
     is_output = (places < OUTPUTS) & (outputs < num_outputs)
     of_outputs = gl.full([ws.shape[1]], 1.0, gl.float32, gl.SliceLayout(1 - ROW_AXIS, layout))
     of_blocks = scale
-    if IS_BLOCKED:  # all outputs of a program are of one row of blocks
+    if IS_BLOCKED:  # all outputs of a program are in one row of blocks
         of_blocks += first_output // _GROUP * num_groups
     else:
         of_outputs = gl.load(scale + outputs, mask=is_output, other=0.0)
@@ -291,7 +291,7 @@ def _multiply(
 
 @gluon.jit
 def _begin(x, tile, zeros, IS_TURNED: gl.constexpr):
-    """A chunk's product of all vectors and outputs, or that product turned, under way."""
+    """Start a chunk's product of all vectors and outputs, transposed if IS_TURNED."""
     if IS_TURNED:
         found = warpgroup_mma(tile, x.permute((1, 0)), zeros, use_acc=False, is_async=True)
     else:
@@ -313,8 +313,8 @@ def _fp8_streamed(
     num_outputs,
     num_inputs,
     HAS_BIAS: gl.constexpr,
-    IS_BLOCKED: gl.constexpr,  # the weight's scales are of blocks
-    GROUPS: gl.constexpr,  # of the vectors' scales, 0 if each has one
+    IS_BLOCKED: gl.constexpr,  # the weight has block scales
+    GROUPS: gl.constexpr,  # scales of a vector, padded to a power of 2; 0 if it has one
     ROWS: gl.constexpr,
     OUTPUTS: gl.constexpr,
     CHUNKS: gl.constexpr,
@@ -327,7 +327,7 @@ def _fp8_streamed(
 ):
     type: gl.constexpr = vectors.dtype
     chunks: gl.constexpr = STAGES * CHUNKS
-    # The rows of wgmma are 64 at least, its columns as many as there are.
+    # wgmma has at least 64 rows, and as many columns as needed.
     X_ROWS: gl.constexpr = ROWS if IS_TURNED else _TILE_ROWS
     W_ROWS: gl.constexpr = _TILE_ROWS if IS_TURNED and OUTPUTS < 64 else OUTPUTS
     COLUMNS: gl.constexpr = X_ROWS if IS_TURNED else W_ROWS
@@ -389,7 +389,7 @@ def _fp8_streamed(
     if not IS_BLOCKED:
         by = gl.expand_dims(of_outputs, 1 - ROW_AXIS)
         if not IS_GROUPED:
-            wait_for_previous(PDL)  # these warps read what other kernels wrote, too
+            wait_for_previous(PDL)  # these warps, too, read other kernels' output
             of_rows = gl.load(x_scale + rows, mask=is_row, other=0.0)
             by = gl.expand_dims(of_rows, ROW_AXIS) * by
         sums *= by
@@ -398,7 +398,7 @@ def _fp8_streamed(
         added = gl.load(bias + outputs, mask=is_added, other=0.0).to(gl.float32)
         sums += gl.expand_dims(added, 1 - ROW_AXIS)
     values = sums.to(gl.bfloat16)
-    if IS_TURNED:  # outputs of a vector go together
+    if IS_TURNED:  # store a vector's outputs contiguously
         stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
         values = gl.convert_layout(values, stored)
         places = gl.arange(0, W_ROWS, gl.SliceLayout(1, stored))

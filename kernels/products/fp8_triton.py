@@ -1,7 +1,7 @@
 """Products of few rows with weights in FP8, in Triton.
 
-Bound by reading the weight. The matrix units add up 128 inputs at a time, with fewer bits than
-float32 has; their sums are added up in float32, where scales of blocks are multiplied in.
+Bound by reading the weight. The tensor cores add up 128 inputs at a time, with fewer bits than
+float32 has; these sums are multiplied by block scales and added up in float32.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..launched import cdiv, launched, next_power_of_2
 from .gemv_triton import _ALIGNED, _prefetch
 from .weights import BLOCK, FP8_MAX, LEAST_MAXIMUM, BlockScaled, Fp8Rows, Fp8Weight
 
-_AHEAD_BYTES = 2 << 20  # of a weight, fetched into the L2 cache early
+_AHEAD_BYTES = 2 << 20  # of a weight, prefetched into the L2 cache
 _GROUP = tl.constexpr(BLOCK)
 _LARGEST, _LEAST = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_MAXIMUM)
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Tiling:
-    """How fp8_few_rows is cut up: a program's outputs, steps of 128 inputs in flight, warps."""
+    """Tiling of fp8_few_rows: outputs of a program, steps of 128 inputs in flight, warps."""
 
     outputs: int
     stages: int
@@ -34,21 +34,21 @@ class Fp8Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Stages:
-    """How fp8_streamed_product is cut up: a program's outputs, and what it has in flight."""
+    """Tiling of fp8_streamed_product: outputs of a program, and its pipeline stages."""
 
     outputs: int
-    chunks: int  # of 128 inputs, of a stage
-    count: int
-    early: int  # so many stages before the kernel in front has ended
-    is_turned: bool = False  # outputs are the rows of wgmma, and the vectors its columns
-    shares: int = 1  # of the inputs, a program each
-    warps: int = 4  # that multiply, each four of them 64 outputs
+    chunks: int  # of 128 inputs, per stage
+    count: int  # of stages
+    early: int  # stages whose weights are loaded before the preceding kernel has ended
+    is_turned: bool = False  # transposed: outputs are the rows of wgmma, vectors its columns
+    shares: int = 1  # split-K: shares of the inputs, a program each
+    warps: int = 4  # that multiply; four for each 64 outputs
 
 
 def fp8_few_rows(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, tiling: Fp8Tiling) -> Tensor:
     """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs].
 
-    Meant for up to 64 rows, and right for any number. A row's sums do not depend on the others.
+    Tuned for up to 64 rows, correct for any number. A row's sums do not depend on other rows.
     """
     num_rows, num_inputs = x.data.shape
     num_outputs = len(weight)
@@ -114,7 +114,7 @@ def _fp8_few_rows(
     vectors = x + rows.to(tl.int64)[:, None] * num_inputs + cols[None, :]
     num_groups = tl.cdiv(num_inputs, _GROUP)
     of_blocks = scale + outputs // _GROUP * num_groups
-    # The weight comes first: the matrix units take 64 rows at once of what does.
+    # The weight is the first operand, of which the tensor cores take 64 rows at once.
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for group in range(num_groups):
         first = group * _GROUP
@@ -144,6 +144,6 @@ def _fp8_few_rows(
 
 @triton.jit
 def quantised_groups(value):
-    """value [groups, 128] in float32 -> the same divided by its scales, and they [groups]."""
+    """value [groups, 128] in float32 -> value divided by its scales, and the scales [groups]."""
     each = tl.maximum(tl.max(tl.abs(value), axis=1), _LEAST) / _LARGEST
     return value * (1.0 / each)[:, None], each

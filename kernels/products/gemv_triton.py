@@ -1,9 +1,9 @@
-"""A matrix times one vector, and an LM head times a few, in Triton.
+"""A matrix times one vector, and an LM head times a few vectors, in Triton.
 
-Bound by reading the matrix once, so that enough loads must be in flight on every multiprocessor.
-cuBLAS reaches less of the memory's speed on a single row, and for as many outputs as an LM head has
-(`python -m baton.bench.kernels.products`). A matrix is constant: its first part is on the way
-before the kernel in front has ended.
+Bound by reading the matrix once, so enough loads must be in flight on every multiprocessor. cuBLAS
+reaches less of the memory bandwidth for a single row, and for as many outputs as an LM head has
+(`python -m baton.bench.kernels.products`). A matrix is constant: its first part is loaded before
+the preceding kernel has ended.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from ..launched import cdiv, launched, next_power_of_2
 
 MAX_FEW_ROWS = 64
 _MANY_OUTPUTS = 8192
-_HEAD_OUTPUTS = 32_768  # of an LM head, or more
-_AHEAD_BYTES = 2 << 20  # of a matrix, fetched into the L2 cache early; more makes products slower
-_ALIGNED = 16  # bytes, of what is fetched early
+_HEAD_OUTPUTS = 32_768  # the least that counts as an LM head
+_AHEAD_BYTES = 2 << 20  # of a matrix, prefetched into the L2 cache; more makes products slower
+_ALIGNED = 16  # bytes, of a prefetch
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How few_rows_product is cut up: a program's outputs, and what it has in flight."""
+    """Tiling of few_rows_product: outputs of a program, and its loop's steps in flight."""
 
     outputs: int
-    inputs: int  # of one step of its loop
+    inputs: int  # per step
     stages: int
     warps: int = 4
 
 
 def few_rows_tiling(x: Tensor, weight: Tensor) -> Tiling | None:
-    """How an H200 multiplies the two fastest; None where that is not by few_rows_product."""
+    """The fastest tiling on an H200; None where another kernel is used."""
     num_rows = len(x)
     if x.itemsize != 2 or num_rows > MAX_FEW_ROWS or len(weight) < _HEAD_OUTPUTS:
         return None
@@ -48,7 +48,7 @@ def few_rows_tiling(x: Tensor, weight: Tensor) -> Tiling | None:
 
 @functools.cache
 def _fits(device: torch.device) -> bool:
-    """Whether the tilings fit into shared memory: of 196 KiB. What interprets has no bounds."""
+    """Whether the tilings fit into shared memory (196 KiB); the interpreter has no limit."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
@@ -75,11 +75,11 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _gemv(
     x, weight, bias, out, num_inputs, HAS_BIAS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr
 ):
-    # One row to a program: thousands of small programs keep more loads in flight than few large.
+    # One output per program: many small programs keep more loads in flight than few large ones.
     row = tl.program_id(0)
     cols = tl.arange(0, COLS)
     matrix = weight + row.to(tl.int64) * num_inputs + cols
-    # The matrix is constant: its first part is on the way before x is known.
+    # The matrix is constant: its first part is loaded before x is complete.
     begin = tl.load(matrix, mask=cols < num_inputs, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     let_next_in(PDL)
@@ -97,7 +97,7 @@ def _gemv(
 def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling) -> Tensor:
     """x [rows <= MAX_FEW_ROWS, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs].
 
-    Sums in float32; a row's do not depend on the others.
+    Sums in float32; a row's sums do not depend on other rows.
     """
     num_rows, num_inputs = x.shape
     num_outputs = len(weight)
@@ -115,7 +115,7 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Til
         ahead if row_bytes % _ALIGNED == 0 else 0,
         HAS_BIAS=bias is not None,
         IS_WHOLE=num_outputs % tiling.outputs == 0 and num_inputs % tiling.inputs == 0,
-        ROWS=max(16, next_power_of_2(num_rows)),  # 16: a tile of the matrix units
+        ROWS=max(16, next_power_of_2(num_rows)),  # 16: a tile of the tensor cores
         TILE_OUTPUTS=tiling.outputs,
         TILE_INPUTS=tiling.inputs,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
@@ -174,7 +174,7 @@ def _few_rows_product(
 
 @triton.jit
 def _prefetch(rows, num_bytes):
-    """Bring the first bytes of each of `rows` into the L2 cache."""
+    """Prefetch the first bytes of each of `rows` into the L2 cache."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",

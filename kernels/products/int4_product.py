@@ -1,10 +1,10 @@
-"""How a product with a weight in int4 is computed, by shape and rows.
+"""Which kernel computes a product with a weight in int4, by shape and rows.
 
-    one row      packed, in Gluon on Hopper: numbers in FP8, the vector in four parts
-    few rows     packed: the kernel reads four bits a weight; on Hopper, up to 64, in Gluon
-    more         the weight is dequantised into memory that the next product uses again, then cuBLAS
+    one row      packed, in Gluon on Hopper: weights in FP8, the vector in four parts
+    few rows     packed: the kernel reads four bits per weight; on Hopper, up to 64 rows, in Gluon
+    more         the weight is dequantised into memory that the next product reuses, then cuBLAS
 
-What is fastest was measured (`python -m baton.bench.kernels.quantised_products`): see way_table.py.
+The choice was measured (`python -m baton.bench.kernels.quantised_products`): see way_table.py.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .way_table import look_up
 MAX_FEW_ROWS = 256
 _USUAL_FEW_ROWS = 128  # where nothing was measured
 _PROGRAMS = 264  # two for each multiprocessor of an H200
-_LEAST_CHUNKS = 8  # of a share
-_ALIGNED = 16  # bytes, of what TMA loads
+_LEAST_CHUNKS = 8  # of a split-K share
+_ALIGNED = 16  # bytes, for TMA loads
 
 
 @dataclass(frozen=True, slots=True)
 class Dequantised:
-    """By cuBLAS."""
+    """Dequantise the weight, then cuBLAS."""
 
 
 Way: TypeAlias = Int4Tiling | Int4Stages | Int4Row | Dequantised
@@ -47,9 +47,9 @@ WAYS: dict[str, type[Way]] = {
 def multiply_by(
     way: Way, x: Tensor, weight: Int4Weight, bias: Tensor | None, *, is_gated: bool = False
 ) -> Tensor:
-    """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs], in this way.
+    """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs], with this kernel.
 
-    `is_gated`: `ops.silu_and_mul` of the same, if the weight stays packed.
+    `is_gated`: `ops.silu_and_mul` of the product; only if the weight stays packed.
     """
     if isinstance(way, Dequantised):
         assert not is_gated
@@ -64,7 +64,7 @@ def multiply_by(
 
 
 def choose(x: Tensor, weight: Int4Weight) -> Way:
-    """What is fastest on an H200 of what this device can."""
+    """The fastest kernel on an H200 among those that this device supports."""
     num_rows, (num_outputs, num_inputs) = len(x), weight.shape
     if num_rows > MAX_FEW_ROWS:
         return Dequantised()
@@ -81,19 +81,19 @@ def choose(x: Tensor, weight: Int4Weight) -> Way:
 
 
 def can_stream(x: Tensor, weight: Int4Weight) -> bool:
-    """Whether int4_streamed_gluon.py can compute it."""
+    """Whether int4_streamed_gluon.py can compute this product."""
     is_small = len(x) <= ROWS_AT_ONCE and has_room(x)
     return is_small and _can_load(x, weight) and _streamed(x.device) is not None
 
 
 def is_row(x: Tensor, weight: Int4Weight) -> bool:
-    """Whether int4_row_gluon.py can compute it."""
+    """Whether int4_row_gluon.py can compute this product."""
     is_even = len(x) == 1 and x.shape[1] % (2 * CHUNK) == 0
     return is_even and _can_load(x, weight) and _row(x.device) is not None
 
 
 def _can_load(x: Tensor, weight: Int4Weight) -> bool:
-    """Whether TMA can load both, and halves of the weight."""
+    """Whether TMA can load x, the weight, and each half of the weight (gate and up)."""
     is_whole = weight.group_size == CHUNK and weight.data.is_contiguous()
     is_aligned = not (x.data_ptr() % _ALIGNED or len(weight) * 4 % (2 * _ALIGNED))
     return is_whole and is_aligned and x.itemsize == 2 and x.is_contiguous()
@@ -108,8 +108,8 @@ def _row(device: torch.device) -> ModuleType | None:
 
 
 def usual_tiling(num_rows: int, num_outputs: int, num_inputs: int) -> Int4Tiling:
-    """Where nothing was measured: the vectors are read by each program, so that many of them ask
-    for many outputs a program."""
+    """The tiling where nothing was measured. Every program reads all vectors, so many vectors
+    need many outputs per program."""
     outputs = 64 if num_rows <= 16 else 128
     most = max(1, num_inputs // CHUNK // _LEAST_CHUNKS)
     wanted = _PROGRAMS * outputs // num_outputs

@@ -1,22 +1,21 @@
-"""A packed weight in int4 times one vector on Hopper: streamed_product_gluon.py's way, in FP8.
+"""A packed int4 weight times one vector on Hopper, pipelined as streamed_product_gluon.py, in FP8.
 
-    a warp       weight, groups ─TMA─► early stages │ what is in front has ended │ vector ─TMA─► too
+    producer     weight, groups ─TMA─► early stages │ preceding kernel has ended │ vector ─TMA─► too
                  weight, groups, vector ─TMA─► each further stage, once it is empty
     two warps    a stage is full ─► vector ─► its parts in FP8, its sums ─► it is split
     four or more a stage is split ─► words ─► registers ─► numbers in FP8 ─► wgmma ─► it is empty
 
-What a program has to do for a weight is what limits it: floats of two bytes take 11 instructions
-for eight numbers (int4_triton.py), FP8 takes 3. A number from 0 to 15 in a byte is that number in
-e4m3, in units of 2^-9, since its least exponents are one line. A vector is the sum of four parts in
-e5m2, each with three of its bits: that is every bit of float16, and of bfloat16 below 65,520, but
-for what is less than 1e-7. So products are exact. The matrix units keep 14 bits of a group's sum,
-which begins with what the group's zero takes away; sums are scaled and added up in float32.
+The kernel is bound by instructions per weight: eight numbers take 11 instructions as 16-bit floats
+(int4_triton.py), 3 in FP8. A byte from 0 to 15 read as e4m3 is that number times 2^-9, since e4m3
+is linear over its least exponents. A vector is split into the sum of four parts in e5m2 with three
+significant bits each: every bit of float16, and of bfloat16 below 65,520, except what is less than
+1e-7. So products are exact. The tensor cores keep 14 bits of a group's sum, which starts from the
+contribution of the group's zero; sums are scaled and added up in float32.
 
-A tile's rows are outputs, those of one share of the inputs behind those of another, and its columns
-the parts, each with the shares beside each other: where row and column are of the same share, they
-are a part of a product, and what else wgmma gives is nobody's. It takes 8 columns at least, which
-four parts of two shares are. So a tile needs few outputs, and programs, which go from tile to tile,
-have nothing to add up among them.
+A tile's rows are outputs, grouped by share of the inputs (split-K), and its columns are the parts,
+each for all shares. Elements whose row and column have the same share are parts of products; the
+others are not used. wgmma takes at least 8 columns: four parts of two shares. So a tile needs few
+outputs, and programs, which go from tile to tile, need no sum across programs.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ _HALF = gl.constexpr(CHUNK // 2)
 _PARTS = gl.constexpr(4)
 _SPLITTING = gl.constexpr(2)  # warps
 _SPLITTER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(56), gl.constexpr(24)
-_UNIT = gl.constexpr(2.0**-9)  # of numbers in bytes
-# The upper bytes of four numbers in float16, which are theirs in e5m2; then of what is left, times
-# eight, three times.
+_UNIT = gl.constexpr(2.0**-9)  # of a byte's number read as e4m3
+# The upper bytes of four float16 numbers are these in e5m2, truncated; the remainder, times eight,
+# is split likewise, three times.
 _LEFT = """
     and.b32 upper, low, 0xFF00FF00;
     sub.rn.f16x2 low, low, upper;
@@ -67,7 +66,7 @@ _SPLIT = gl.constexpr(
     + _LEFT.join(f"\n    prmt.b32 ${part}, low, high, 0x7531;" for part in range(4))
     + "}"
 )
-# Of four bytes the lower numbers and the higher.
+# $0: the lower numbers of four bytes; $1: the higher.
 _UNPACK = gl.constexpr(
     """{
     and.b32 $0, $2, 0x0F0F0F0F;
@@ -85,10 +84,10 @@ def int4_row_product(
     *,
     is_gated: bool = False,
 ) -> Tensor:
-    """x [1, inputs] @ weight [outputs, inputs]^T + bias -> [1, outputs], of two bytes each.
+    """x [1, inputs] @ weight [outputs, inputs]^T + bias -> [1, outputs], 16-bit floats.
 
-    Groups of 128 inputs, an even number of them. `is_gated`: `ops.silu_and_mul` of the same, half
-    as many outputs. The result has room for more rows.
+    Groups of 128 inputs, an even number of them. `is_gated`: `ops.silu_and_mul` of the product,
+    half as many outputs. The result has room for more rows.
     """
     halves = 2 if is_gated else 1
     width, num_chunks = len(weight) // halves, x.shape[1] // CHUNK
@@ -96,7 +95,7 @@ def int4_row_product(
     shares = math.gcd(way.shares, num_chunks)
     of_share = num_chunks // shares
     chunks = math.gcd(way.chunks, of_share)
-    outputs = way.rows // shares // halves  # of a tile, of each half
+    outputs = way.rows // shares // halves  # per tile and half
     num_tiles = cdiv(width, outputs)
     in_shares = (shares, of_share, halves, width)
     box = (shares, 1, halves, outputs)
@@ -121,9 +120,9 @@ def int4_row_product(
 
 
 def registers(way: Int4Row) -> int:
-    """Of a thread on average: the fewer, the more programs are on a multiprocessor.
+    """Registers per thread on average: the fewer, the more programs fit on a multiprocessor.
 
-    So few as ptxas needs to have products in flight (found by trying), for those that multiply.
+    Threads that multiply get the fewest with which ptxas keeps products in flight (by trial).
     """
     sums = way.rows * _PARTS.value * way.shares // (32 * way.warps)
     wanted = 40 + way.rows // (16 * way.warps) * 24 * min(2, way.chunks) + 4 * sums
@@ -132,13 +131,13 @@ def registers(way: Int4Row) -> int:
 
 
 def _boxes(tensor: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """What the copy engine of a multiprocessor (TMA) needs to know to load such boxes."""
+    """A TMA descriptor that loads boxes of this size."""
     return TensorDescriptor.from_tensor(tensor, list(box), layout_of(box, tensor.dtype))
 
 
 @functools.cache
 def layout_of(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """In shared memory: words as matrix units take them, all else in its order."""
+    """The layout in shared memory: words swizzled for the tensor cores, all else linear."""
     if dtype == torch.uint8:
         return gl.NVMMASharedLayout.get_default_for(list(box), gl.uint8)
     return gl.NVMMASharedLayout(0, dtype.itemsize * 8, rank=len(box))
@@ -146,7 +145,7 @@ def layout_of(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 @gluon.jit
 def _ask_weight(matrix, groups, tile, chunk, full, ws, gs, stage, CHUNKS: gl.constexpr):
-    """Begin to fill a stage with its part of the weight; `full` waits for the vector too."""
+    """Start loading a stage's part of the weight; `full` expects the vector's bytes too."""
     SHARES: gl.constexpr = matrix.block_shape[0]
     OUTPUTS: gl.constexpr = matrix.block_shape[3]
     ROWS: gl.constexpr = SHARES * matrix.block_shape[2] * OUTPUTS
@@ -175,7 +174,7 @@ def _fill(
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One warp: have stage after stage filled, as they become empty."""
+    """The producer warp: load each stage once it is empty."""
     STAGES: gl.constexpr = xs.shape[0]
     for step in range(gl.minimum(EARLY, num_steps)):
         tile, chunk = first_tile + step // of_tile, step % of_tile * CHUNKS
@@ -195,9 +194,9 @@ def _fill(
 
 @gluon.jit
 def _split(xs, parts, totals, full, is_split, num_steps):
-    """Two warps: write stage after stage of the vector as its parts, and its sums.
+    """Two warps: write the parts of each stage's vector, and its sums.
 
-    Numbers of a byte are of inputs 64 apart (int4_weights.py), and beside each other here.
+    The two bytes of a word hold inputs 64 apart (int4_weights.py), which are adjacent here.
     """
     STAGES: gl.constexpr = xs.shape[0]
     SHARES: gl.constexpr = xs.shape[1]
@@ -249,10 +248,10 @@ def _multiply(
     HAS_BIAS: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):
-    """The other warps: add up stage after stage, as they are split, and store tiles.
+    """The other warps: multiply each stage once it is split, add up, and store tiles.
 
-    A stage is empty when its products are there, since they wait for all that is read of it: a load
-    that nothing waits for may still be under way when TMA writes what comes next.
+    A stage is released once its products are done, since they wait for all loads from it: a load
+    that nothing waits for may still be in flight when TMA overwrites the stage.
     """
     STAGES: gl.constexpr = ws.shape[0] // CHUNKS
     SHARES: gl.constexpr = ws.shape[1]
@@ -269,7 +268,7 @@ def _multiply(
     part, share = column // SHARES, column % SHARES
     of_row = gl.arange(0, ROWS, of_rows) // (ROWS // SHARES)
     is_mine = of_row[:, None] == share[None, :]
-    # The parts in turn, each in units that are eight times less, and of numbers in bytes.
+    # Undoes the units: 2^-9 of the numbers, and eight times the previous part's for each part.
     factor = gl.where(part < 2, gl.where(part == 0, 512.0, 64.0), gl.where(part == 2, 8.0, 1.0))
     zeros = gl.zeros((ROWS, COLUMNS), gl.float32, of_sums)
     sums = zeros
@@ -291,7 +290,7 @@ def _multiply(
             found = -(both & 0xFF).to(gl.float32)[:, None] * total[None, :]
             found = warpgroup_mma(lower, first.permute((1, 0)), found, is_async=True)
             found = warpgroup_mma(higher, second.permute((1, 0)), found, is_async=True)
-            if index > 0:  # the chunk before is multiplied
+            if index > 0:  # the previous chunk is done
                 before = warpgroup_mma_wait(2, deps=(before,))
                 sums += before * scale_before
         found = warpgroup_mma_wait(0, deps=(found,))
@@ -308,7 +307,7 @@ def _multiply(
 
 @gluon.jit
 def _unpacked(packed):
-    """(The lower numbers, the higher) of bytes, in units of 2^-9."""
+    """(The lower numbers, the higher) of bytes as e4m3, in units of 2^-9."""
     lower, higher = gl.inline_asm_elementwise(
         _UNPACK, "=r,=r,r", [packed], dtype=(gl.uint8, gl.uint8), is_pure=True, pack=4
     )
@@ -317,7 +316,7 @@ def _unpacked(packed):
 
 @gluon.jit
 def _store(products, bias, out, tile, width, HAS_BIAS: gl.constexpr, HALVES: gl.constexpr):
-    """products [halves x outputs]; gates are in front of what they multiply."""
+    """Store products [halves x outputs]; if gated, all gates come before the up outputs."""
     type: gl.constexpr = out.dtype.element_ty
     layout: gl.constexpr = products.type.layout
     OUTPUTS: gl.constexpr = products.shape[0] // HALVES
@@ -327,7 +326,7 @@ def _store(products, bias, out, tile, width, HAS_BIAS: gl.constexpr, HALVES: gl.
         at = bias + places // OUTPUTS * width + outputs
         products += gl.load(at, mask=outputs < width, other=0.0).to(gl.float32)
     values = products.to(type)
-    if HALVES == 2:  # the products rounded as if they had been stored
+    if HALVES == 2:  # round the products as if they had been stored
         pairs: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [gl.num_warps(), 1], [1, 0])
         both = values.reshape((2, OUTPUTS)).permute((1, 0))
         gate, up = gl.split(gl.convert_layout(both, pairs))
@@ -370,7 +369,7 @@ def _int4_row(
     parts = gl.allocate_shared_memory(gl.float8e5, [STAGES, CHUNKS * COLUMNS, _CHUNK], of_parts)
     in_order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     totals = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNKS * COLUMNS], in_order)
-    # One by one: memory of barriers that nobody waits for is taken for something else.
+    # Not by `_stage_barriers`: memory of barriers that no warp waits for is reused.
     is_split = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(STAGES):
         mbarrier.init(is_split.index(index), count=1)

@@ -1,15 +1,15 @@
-"""A packed weight in int4 times up to 64 vectors on Hopper: streamed_product_gluon.py's way.
+"""A packed int4 weight times up to 64 vectors on Hopper, pipelined as streamed_product_gluon.py.
 
-    a warp     weight, groups ─TMA─► early stages │ what is in front has ended │ vectors ─TMA─► too
+    producer   weight, groups ─TMA─► early stages │ preceding kernel has ended │ vectors ─TMA─► too
                weight, groups, vectors ─TMA─► each further stage, once it is empty
     the rest   a stage is full ─► words ─► registers ─► floats ─► wgmma ─► it is empty
 
 Outputs are the 64 rows of wgmma and vectors its columns, 8, 16, 32 or 64: the fewer, the cheaper.
-Four numbers of a word are of inputs 32 apart (int4_weights.py), so that words in the registers in
-which wgmma takes them from the left become four such tiles in place. A group's sum is scaled in
-float32.
+The four numbers of a word belong to inputs 32 apart (int4_weights.py), so that words in the
+register layout of wgmma's left operand become four such operands in place. A group's sum is scaled
+in float32.
 
-Shares of the inputs are added up by whichever program of an output comes last, in their order.
+The last program of an output tile to finish adds up the split-K shares, in their order.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def int4_streamed_product(
     *,
     is_gated: bool = False,
 ) -> Tensor:
-    """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs], of two bytes each.
+    """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs], 16-bit floats.
 
-    At most 64 rows, with room for `room_of` as many; groups of 128 inputs. `is_gated`:
-    `ops.silu_and_mul` of the same, half as many outputs. Sums in float32; a row's do not depend
-    on the others.
+    At most 64 rows, with memory for `room_of` that many; groups of 128 inputs. `is_gated`:
+    `ops.silu_and_mul` of the product, half as many outputs. Sums in float32; a row's sums do not
+    depend on other rows.
     """
     num_rows, num_inputs = x.shape
     num_outputs = len(weight)
@@ -97,10 +97,10 @@ def int4_streamed_product(
 
 
 def registers(stages: Int4Stages, room: int) -> int:
-    """Of a thread on average: the fewer, the more programs are on a multiprocessor.
+    """Registers per thread on average: the fewer, the more programs fit on a multiprocessor.
 
-    So few as ptxas needs to have products in flight (found by trying), for those that multiply.
-    What does not is a warp, which Triton rounds up to four.
+    Threads that multiply get the fewest with which ptxas keeps products in flight (by trial).
+    The producer warp counts as four, since Triton rounds it up.
     """
     sums = stages.outputs * room // (32 * stages.warps)
     tiles = stages.outputs // (16 * stages.warps)  # of 64 outputs
@@ -110,7 +110,7 @@ def registers(stages: Int4Stages, room: int) -> int:
 
 
 def _boxes(matrix: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
-    """What the copy engine of a multiprocessor (TMA) needs to know to load such boxes."""
+    """A TMA descriptor that loads boxes of this size."""
     box = (num_rows, num_columns)
     return TensorDescriptor.from_tensor(matrix, list(box), layout_of(box, matrix.dtype))
 
@@ -125,8 +125,8 @@ _TYPES = {
 
 @functools.cache
 def layout_of(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """In shared memory."""
-    if dtype == torch.int32:  # of groups, which lie in their order
+    """The layout of a box in shared memory."""
+    if dtype == torch.int32:  # groups, which are stored linearly
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return gl.NVMMASharedLayout.get_default_for(list(box), _TYPES[dtype])
 
@@ -144,7 +144,7 @@ def _ask_weight(
     CHUNKS: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Begin to fill a stage with its part of the weight; `full` waits for the vectors too."""
+    """Start loading a stage's part of the weight; `full` expects the vectors' bytes too."""
     BOX: gl.constexpr = matrix.block_shape[0]
     HALVES: gl.constexpr = ws.shape[1] // BOX
     num_bytes: gl.constexpr = CHUNKS * (HALVES * BOX * (_WORDS * 2 + 4) + ROWS * _CHUNK * 2)
@@ -183,7 +183,7 @@ def _fill(
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One warp: have stage after stage filled, as they become empty."""
+    """The producer warp: load each stage once it is empty."""
     STAGES: gl.constexpr = xs.shape[0] // CHUNKS
     ROWS: gl.constexpr = xs.shape[1]
     for step in range(gl.minimum(EARLY, num_steps)):
@@ -210,10 +210,10 @@ def _scale_of(both, sums):
 
 @gluon.jit
 def _multiply(xs, ws, gs, full, empty, num_steps, sums, CHUNKS: gl.constexpr):
-    """All warps but one: add up stage after stage, as they become full.
+    """All warps but the producer: multiply each stage once it is full, and add up.
 
-    A stage is empty when its products are there, since they wait for all that is read of it: a load
-    that nothing waits for may still be under way when TMA writes what comes next.
+    A stage is released once its products are done, since they wait for all loads from it: a load
+    that nothing waits for may still be in flight when TMA overwrites the stage.
     """
     STAGES: gl.constexpr = xs.shape[0] // CHUNKS
     of_sums: gl.constexpr = sums.type.layout
@@ -231,17 +231,17 @@ def _multiply(xs, ws, gs, full, empty, num_steps, sums, CHUNKS: gl.constexpr):
             zero, packed = gl.broadcast(gl.expand_dims(both & 0xFF, 1), packed)
             before, scale_before = part, scale
             part, scale = zeros, _scale_of(both, sums)
-            for number in gl.static_range(_PER_WORD):  # four tiles, each of a number of every word
+            for number in gl.static_range(_PER_WORD):  # four tiles, of one number per word
                 values, packed = _unpacked(packed, zero, True, x.dtype)
                 piece = x.slice(number * _WORDS, _WORDS, 1).permute((1, 0))
                 part = warpgroup_mma(values, piece, part, use_acc=number > 0, is_async=True)
-                if index > 0 and number == _PER_WORD // 2 - 1:  # the chunk before is multiplied
+                if index > 0 and number == _PER_WORD // 2 - 1:  # the previous chunk is done
                     before = warpgroup_mma_wait(_PER_WORD // 2, deps=(before,))
                     sums += before * scale_before
         part = warpgroup_mma_wait(0, deps=(part,))
         mbarrier.arrive(empty.index(stage), count=1)
         sums += part * scale
-    return sums, zeros  # older Triton takes apart whatever is returned
+    return sums, zeros  # a pair, since older Triton unpacks what is returned
 
 
 @launched
@@ -313,7 +313,7 @@ def _int4_streamed(
         at = parts + tile * of_tile + outputs[:, None] * ROWS + rows[None, :]
         of_share = gl.num_programs(0).to(gl.int64) * of_tile
         gl.store(at + share * of_share, sums)
-        _barrier()  # what all threads have stored is there before the turn is taken
+        _barrier()  # all threads' stores come before the counter's increment
         if gl.atomic_add(turns + tile, 1, sem="acq_rel") == SHARES - 1:
             gl.store(turns + tile, 0)
             sums = gl.zeros((OUTPUTS, ROWS), gl.float32, layout)
@@ -328,7 +328,7 @@ def _int4_streamed(
 def _store(
     sums, bias, out, tile, num_rows, num_outputs, HAS_BIAS: gl.constexpr, IS_GATED: gl.constexpr
 ):
-    """sums [outputs, rows]; of a gated one, gates are in front of what they multiply."""
+    """Store sums [outputs, rows]; if gated, all gates come before the up outputs."""
     type: gl.constexpr = out.dtype.element_ty
     layout: gl.constexpr = sums.type.layout
     OUTPUTS: gl.constexpr = sums.shape[0]
@@ -343,7 +343,7 @@ def _store(
         sums += gl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(gl.float32)[
             :, None
         ]
-    if IS_GATED:  # the products rounded as if they had been stored
+    if IS_GATED:  # round the products as if they had been stored
         width = num_outputs // 2
         across: gl.constexpr = OUTPUTS // 2
         pairs = sums.to(type).reshape((2, across, ROWS)).permute((2, 1, 0))
@@ -366,7 +366,7 @@ def _store(
 
 @gluon.jit
 def _store_tile(values, out, tile, num_rows, width):
-    """values [rows, outputs]"""
+    """Store values [rows, outputs]."""
     layout: gl.constexpr = values.type.layout
     COLUMNS: gl.constexpr = values.shape[1]
     rows = gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))

@@ -1,11 +1,11 @@
 """Products with weights in int4, in Triton: the weight stays packed until it is in registers.
 
-A program has some outputs and a share of the inputs, 128 at a time. The four numbers of a word are
-of inputs 32 apart, so that each makes a tile of its own for the matrix units, in the registers
-where the words are: nothing is shuffled. 0x4300 with a number behind it is 128 + the number in
-bfloat16, from which 128 and the zero are subtracted exactly; groups' sums are scaled in float32.
+A program has some outputs and a share of the inputs (split-K), 128 at a time. The four numbers of a
+word belong to inputs 32 apart, so that each yields an operand tile for the tensor cores in the
+registers of the words, without shuffles. 0x4300 | number is 128 + number in bfloat16, from which
+128 and the zero are subtracted exactly; groups' sums are scaled in float32.
 
-Shares of the inputs are added up by whichever program of an output comes last, in their order.
+The last program of an output tile to finish adds up the shares, in their order.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .int4_weights import CHUNK, PER_WORD, Int4Weight
 _CHUNK, _WORDS = tl.constexpr(CHUNK), tl.constexpr(CHUNK // PER_WORD)
 _PER_WORD = tl.constexpr(PER_WORD)
 _DEQUANTISED_AT_ONCE = 32  # outputs
-# What is on its way before the kernel in front has ended: chunks, each in so many pieces.
+# Chunks prefetched before the preceding kernel has ended, and pieces of each.
 _AHEAD, _PIECES = tl.constexpr(8), tl.constexpr(16)
-# Of two words the lowest numbers, plus what is in $3, as floats; and what is above them.
+# $0: the lowest numbers of two words ($2), plus $3, as floats; $1: the words shifted right by 4.
 _UNPACK_BF16 = tl.constexpr(
     """{
     .reg .b32 number, one;
@@ -50,8 +50,8 @@ _UNPACK_FP16 = tl.constexpr(
 
 @dataclass(frozen=True, slots=True)
 class Int4Tiling:
-    """How int4_product is cut up: a program's outputs, shares of the inputs, chunks of 128 inputs
-    in flight, warps."""
+    """Tiling of int4_product: outputs of a program, split-K shares, chunks of 128 inputs in
+    flight, warps."""
 
     outputs: int
     shares: int
@@ -61,28 +61,28 @@ class Int4Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Int4Stages:
-    """How int4_streamed_product is cut up: a program's outputs, 64 or more for each four warps,
-    shares of the inputs, and what a program has in flight."""
+    """Tiling of int4_streamed_product: outputs of a program, 64 or more for each four warps,
+    split-K shares, and pipeline stages."""
 
     outputs: int
     shares: int
-    chunks: int  # of 128 inputs, of a stage
-    count: int
-    early: int  # so many stages before the kernel in front has ended
+    chunks: int  # of 128 inputs, per stage
+    count: int  # of stages
+    early: int  # stages whose weights are loaded before the preceding kernel has ended
     warps: int = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Row:
-    """How int4_row_product is cut up: a tile's rows, 64 or more for each four warps, which are the
-    outputs of each share of the inputs, what a program has in flight, and how many programs a
-    multiprocessor has, each with some tiles."""
+    """Tiling of int4_row_product: rows of a tile, 64 or more for each four warps, which are its
+    outputs times the split-K shares; pipeline stages; and programs per multiprocessor, each of
+    which computes several tiles."""
 
     rows: int
     shares: int  # two or more
-    chunks: int  # of 128 inputs, of a stage
-    count: int
-    early: int  # so many stages before the kernel in front has ended
+    chunks: int  # of 128 inputs, per stage
+    count: int  # of stages
+    early: int  # stages whose weights are loaded before the preceding kernel has ended
     warps: int
     programs: int
 
@@ -97,9 +97,9 @@ def int4_product(
 ) -> Tensor:
     """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs], like x.
 
-    `is_gated`: `ops.silu_and_mul` of the same, half as many outputs.
-    Meant for up to 128 rows, and right for any number. Products of x's type, sums in float32; a
-    row's do not depend on the others.
+    `is_gated`: `ops.silu_and_mul` of the product, half as many outputs.
+    Tuned for up to 128 rows, correct for any number. Operands in x's type, sums in float32; a
+    row's sums do not depend on other rows.
     """
     num_rows, num_inputs = x.shape
     num_outputs = len(weight)
@@ -142,7 +142,7 @@ def int4_product(
 
 @triton.jit
 def _unpacked(words, zero, HAS_ASM: tl.constexpr, type: tl.constexpr):
-    """(The lowest numbers of `words` - zero, the words without them); exact in any type."""
+    """(The lowest numbers of `words` minus `zero`, the words without them); exact in any type."""
     if HAS_ASM and type == tl.bfloat16:
         return tl.inline_asm_elementwise(
             _UNPACK_BF16,
@@ -191,7 +191,7 @@ def _int4_product(
     places = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_row, is_output = rows < num_rows, places < num_outputs
     outputs = places
-    if IS_GATED:  # a gate and what it is multiplied with are neighbours
+    if IS_GATED:  # each gate is next to its up output
         outputs = places // 2 + places % 2 * (num_outputs // 2)
     cols = tl.arange(0, _WORDS)
     num_chunks = num_inputs // _CHUNK
@@ -223,7 +223,7 @@ def _int4_product(
         of_share = num_rows.to(tl.int64) * pitch
         tl.store(at + share * of_share, total, mask=is_row[:, None])
         turn = turns + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        tl.debug_barrier()  # what all threads have stored is there before the turn is taken
+        tl.debug_barrier()  # all threads' stores come before the counter's increment
         if tl.atomic_add(turn, 1, sem="acq_rel") == SHARES - 1:
             tl.store(turn, 0)
             total = tl.zeros((ROWS, OUTPUTS), tl.float32)
@@ -250,15 +250,15 @@ def sum_of_chunks(
     GROUP: tl.constexpr,
     HAS_ASM: tl.constexpr,
 ):
-    """Some outputs of a weight times rows, over its chunks from `begin` to `end`: [outputs, rows].
+    """Some outputs of a weight times rows, over the chunks [begin, end): [outputs, rows].
 
-    `vectors`: where each row's first 32 inputs are [rows, 32].
+    `vectors` [rows, 32]: pointers to each row's first 32 inputs.
     """
     type: tl.constexpr = vectors.dtype.element_ty
     ROWS: tl.constexpr = vectors.shape[0]
     OUTPUTS: tl.constexpr = outputs.shape[0]
     matrix = words + outputs[:, None] * _WORDS + tl.arange(0, _WORDS)[None, :]
-    # The weight comes first: the matrix units take what comes first from registers.
+    # The weight is the first operand, which the tensor cores can take from registers.
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for chunk in range(begin, end):
         tile = matrix + tl.cast(chunk, tl.int64) * num_outputs * _WORDS
@@ -284,12 +284,12 @@ def sum_of_chunks(
 
 @triton.jit
 def _fetch_early(words, begin, end, num_outputs, IS_GATED: tl.constexpr, OUTPUTS: tl.constexpr):
-    """Bring a program's first chunks into the L2 cache: a piece for each thread, or fewer."""
+    """Prefetch a program's first chunks into the L2 cache, at most a piece per thread."""
     chunks = tl.minimum(begin + tl.arange(0, _AHEAD), end - 1).to(tl.int64) * num_outputs * _WORDS
     size: tl.constexpr = OUTPUTS * _WORDS // _PIECES
     pieces = tl.arange(0, _PIECES)
     at = tl.program_id(0) * OUTPUTS * _WORDS + pieces * size
-    if IS_GATED:  # half of them from each half of the weight
+    if IS_GATED:  # half of the pieces from each half of the weight
         half = num_outputs // 2 * _WORDS
         at = tl.program_id(0) * (OUTPUTS // 2) * _WORDS + pieces // 2 * size + pieces % 2 * half
     _prefetch(words + chunks[:, None] + at[None, :], size * 2)
@@ -307,14 +307,14 @@ def _store(
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
 ):
-    """total [rows, outputs]; of one that is gated, gates are in front of what they multiply."""
+    """Store total [rows, outputs]; if gated, each gate is followed by its up output."""
     type: tl.constexpr = out.dtype.element_ty
     ROWS: tl.constexpr = total.shape[0]
     OUTPUTS: tl.constexpr = total.shape[1]
     if HAS_BIAS:
         of_outputs = tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0)
         total += of_outputs.to(tl.float32)[None, :]
-    if IS_GATED:  # the products rounded as if they had been stored
+    if IS_GATED:  # round the products as if they had been stored
         gate, up = tl.split(tl.reshape(total.to(type), (ROWS, OUTPUTS // 2, 2)))
         gate = gate.to(tl.float32)
         gated = (gate / (1.0 + tl.exp(-gate))).to(type).to(tl.float32)
@@ -370,7 +370,7 @@ def _dequantise(
     mask = (outputs < num_outputs)[:, None]
     at = words + (chunk * num_outputs + outputs)[:, None] * _WORDS + cols[None, :]
     packed = tl.load(at, mask=mask, other=0)
-    wait_for_previous(PDL)  # which may read what is written here
+    wait_for_previous(PDL)  # it may read the memory that is written here
     for number in tl.static_range(_PER_WORD):
         group = (chunk * _CHUNK + number * _WORDS) // GROUP
         both = tl.load(groups + group * num_outputs + outputs, mask=outputs < num_outputs, other=0)

@@ -1,13 +1,14 @@
-"""Weights of four bits each, in groups with a scale and a zero, as kernels read them.
+"""Weights of four bits in groups with a scale and a zero, in the layout that kernels read.
 
     weight = (number - zero) * scale          numbers 0 to 15, zeros 0 to 16
 
-Numbers lie in words of 16 bits, chunk of 128 inputs by chunk, each output's 32 words together:
+Numbers are packed in words of 16 bits, by chunks of 128 inputs; an output's 32 words of a chunk are
+contiguous:
 
     word j of a chunk     inputs j │ 32 + j │ 64 + j │ 96 + j, from the lowest four bits on
 
-A group's scale is a float32 whose last byte is its zero: scales of two bytes are exact so.
-What is here is plain torch, the reference of the kernels. Knows no file.
+A group's scale is a float32 whose lowest byte holds the zero: 16-bit scales stay exact.
+This file is plain torch, the reference of the kernels. Knows no file format.
 """
 
 from __future__ import annotations
@@ -17,21 +18,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 128  # inputs; groups are as many, half or a quarter
+CHUNK = 128  # inputs; a group has 128, 64 or 32
 PER_WORD = 4
-ZERO = 8  # of what is symmetric
-_LEAST_MAXIMUM = 1e-10  # of what is scaled by its largest number: zeros stay zeros
-_OF_LARGEST = (1.0, 0.92, 0.84)  # scales that are tried
+ZERO = 8  # of symmetric groups
+_LEAST_MAXIMUM = 1e-10  # lower bound of the maximum that a scale is made from: zeros stay zeros
+_OF_LARGEST = (1.0, 0.92, 0.84)  # scales that are tried, as shares of the largest
 GROUP_SIZES = (32, 64, 128)
 _WORDS = CHUNK // PER_WORD
-_LEAST_OUTPUTS = 16  # of a program of a kernel
+_LEAST_OUTPUTS = 16  # of a kernel's program
 _SHIFTS = tuple(4 * number for number in range(PER_WORD))
 
 
 @dataclass(frozen=True, slots=True)
 class PackedInt4:
-    """Of a number of inputs that is a multiple of 128; one weight, or several of a shape behind
-    each other."""
+    """One packed weight, or a stack of weights of one shape; inputs are a multiple of 128."""
 
     data: Tensor  # [..., chunks, outputs, 32] int16
     groups: Tensor  # [..., groups, outputs] int32: scales and zeros
@@ -60,9 +60,9 @@ class PackedInt4:
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight(PackedInt4):
-    """[outputs, inputs]"""
+    """One packed weight [outputs, inputs]."""
 
-    turns: Tensor  # zeros, int32: what programs that add up count by; as many as may ever be
+    turns: Tensor  # int32 zeros: counters of split-K programs, enough for the smallest tiles
 
     @classmethod
     def empty(
@@ -87,7 +87,7 @@ class Int4Weight(PackedInt4):
         return Int4Weight(data, groups, self.turns)
 
     def fill(self, numbers: Tensor, scale: Tensor, zero: Tensor) -> None:
-        """numbers [outputs, inputs] uint8; scale and zero [outputs, groups], or of one group."""
+        """Pack numbers [outputs, inputs] uint8, with scale and zero [outputs, groups or 1]."""
         each = numbers.view(len(self), -1, PER_WORD, _WORDS)
         words = each[:, :, 0].short()
         for index, shift in enumerate(_SHIFTS[1:], start=1):
@@ -96,20 +96,20 @@ class Int4Weight(PackedInt4):
         self.groups.copy_(_joined(scale, zero).t().expand_as(self.groups))
 
     def numbers(self) -> Tensor:
-        """[outputs, inputs] uint8."""
+        """The unpacked numbers [outputs, inputs], uint8."""
         words = self.data.transpose(0, 1)[:, :, None].int()  # [outputs, chunks, 1, 32]
         shifts = torch.tensor(_SHIFTS, device=words.device)[:, None]
         return ((words >> shifts) & 0xF).to(torch.uint8).reshape(self.shape)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """[outputs, inputs]"""
+        """The weight [outputs, inputs] in floats."""
         groups = self.groups.t()
         scale = (groups & ~0xFF).contiguous().view(torch.float32)
         return dequantise(self.numbers(), scale, groups & 0xFF, self.group_size).to(dtype)
 
 
 def _joined(scale: Tensor, zero: Tensor) -> Tensor:
-    """Scales rounded to the nearest of 15 bits behind the first, with zeros in their last byte."""
+    """Scales rounded to 15 mantissa bits (to nearest), with zeros in their lowest byte."""
     bits = scale.float().contiguous().view(torch.int32)
     return ((bits + 0x80) & ~0xFF) | zero.int()
 
@@ -121,16 +121,16 @@ def dequantise(numbers: Tensor, scale: Tensor, zero: Tensor, group_size: int) ->
 
 
 def quantise_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Floats [outputs, inputs] -> numbers, scales and zeros of symmetric groups, to the nearest.
+    """Floats [outputs, inputs] -> numbers (to nearest), scales and zeros of symmetric groups.
 
-    Of a few scales a group has that of the least squared error: its largest number may not be
-    reached. The last group may have fewer inputs.
+    Each group gets, out of a few scales, the one with the least squared error: its largest number
+    may be clamped. The last group may have fewer inputs.
     """
     outputs, inputs = weight.shape
     floats = torch.nn.functional.pad(weight.float(), (0, -inputs % group_size))
     grouped = floats.view(outputs, -1, group_size)
     largest = grouped.abs().amax(dim=2, keepdim=True).clamp_(min=_LEAST_MAXIMUM)
-    # As a GPU divides by a number: a group's largest, at 7.5 scales, would round otherwise there.
+    # As GPUs divide by constants, so that a group's largest, a tie at 7.5 scales, rounds as there.
     largest.mul_(1 / 7.5)
     scale, least = largest, torch.full_like(largest, torch.inf)
     for share in _OF_LARGEST:

@@ -1,4 +1,4 @@
-"""Which products of 33 to 128 rows streamed_product_gluon.py computes, and how they are cut up."""
+"""Which products of 33 to 128 rows streamed_product_gluon.py computes, and with which tiles."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from torch import Tensor
 
 from ..row_room import LEAST_ROWS, MOST_ROWS, has_room, room_of
 
-_ALIGNED = 16  # bytes, of a row
+_ALIGNED = 16  # bytes, of a row's start
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """How a product is cut up: a program's outputs, and what it has in flight."""
+    """Tiling of a product: outputs of a program, and its pipeline stages."""
 
-    outputs: int  # of a gated product twice as many
-    inputs: int  # of a stage
-    count: int
-    early: int  # so many of them before the kernel in front has ended
-    shares: int = 1  # of the inputs, a program each
+    outputs: int  # per program; a gated product loads twice as many rows of the weight
+    inputs: int  # per stage
+    count: int  # of stages
+    early: int  # stages whose weights are loaded before the preceding kernel has ended
+    shares: int = 1  # split-K: shares of the inputs, a program each
 
 
-# What is fastest on an H200, by the room of the rows and what is made of the product: from how many
-# outputs of the weight on, the most first. None, and fewer outputs than any: cuBLAS. Summands have
-# shares; where none is said they are computed as products are.
+# The fastest on an H200, by room for rows and use of the product: pairs of the least number of
+# outputs of the weight and its stages, in descending order. None, or fewer outputs than in every
+# pair: cuBLAS. Summands may use split-K; without stages here they are computed like products.
 _FASTEST: dict[tuple[int, str], tuple[tuple[int, Stages | None], ...]] = {
     (64, "product"): (
         (12_288, Stages(128, 128, 4, 3)),
@@ -45,8 +45,8 @@ _FASTEST: dict[tuple[int, str], tuple[tuple[int, Stages | None], ...]] = {
 def choose_stages(
     x: Tensor, weight: Tensor, *, is_gated: bool, is_summand: bool = False
 ) -> Stages | None:
-    """What is fastest on an H200; None where that is cuBLAS. Only of a summand it may have shares:
-    the norm that adds it adds them up."""
+    """The fastest stages on an H200; None where cuBLAS is faster. Only a summand may use split-K:
+    the norm that adds it to the residual stream also sums the shares."""
     if not LEAST_ROWS <= len(x) <= MOST_ROWS or x.itemsize != 2:
         return None
     if not has_room(x) or x.shape[1] * x.itemsize % _ALIGNED or x.data_ptr() % _ALIGNED:

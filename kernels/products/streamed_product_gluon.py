@@ -1,22 +1,22 @@
-"""A matrix times 33 to 128 vectors on Hopper: the weight is on its way before the vectors are.
+"""A matrix times 33 to 128 vectors on Hopper: the weight is loaded before the vectors are ready.
 
-    a warp     weight ─TMA─► early stages │ the kernel in front has ended │ vectors ─TMA─► them too
+    producer   weight ─TMA─► early stages │ preceding kernel has ended │ vectors ─TMA─► same stages
                weight, vectors ─TMA─► each further stage, once it is empty
     others     a stage is full ─► wgmma ─► it is empty; four warps for each 64 vectors
 
-A weight depends on nothing that a step computes. What is in front of a product, a norm, a sum over
-GPUs, the last programs of another product, leaves the memory idle for microseconds, which are some
-stages' worth. To fill more of them early slows down what is in front, which waits for memory too.
+A weight does not depend on the step. The preceding kernel (a norm, a sum over GPUs, the last
+programs of another product) leaves the memory idle for microseconds, enough to load a few stages.
+Loading more stages early slows down the preceding kernel, which waits for memory too.
 
-Every program reads all vectors of its inputs again, from the L2 cache. With more than 64 of them
-that takes longer than the weight takes to come from memory, unless a program has many outputs. Few
-outputs of many inputs would then keep few multiprocessors busy: programs have shares of the inputs,
-and give a summand each, which the norm behind adds up.
+Every program reads all vectors of its inputs again, from the L2 cache. With more than 64 vectors
+this takes longer than reading the weight from memory, unless a program has many outputs. Few
+outputs of many inputs would then keep few multiprocessors busy: programs have shares of the inputs
+(split-K) and write a summand each, which the following norm adds up.
 
-A product that ranks add up goes from here to the ranks that add it up: 64 rows of 8192 outputs
-are there 1.4 to 3 us earlier than if the sum's kernel had to read and send them.
+A product that is summed over ranks is sent by this kernel to the ranks that sum it: 64 rows of 8192
+outputs arrive 1.4 to 3 us earlier than if the sum's kernel had to read and send them.
 
-Gluon is the lower level of Triton, where a kernel itself decides what is in flight.
+Gluon is the lower level of Triton, where a kernel schedules its loads itself.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from ..peer_reduce_triton import Exchange, slot_at, state_of
 from ..row_room import empty_rows, room_of
 from .streamed_product import Stages
 
-_WARP_ROWS = gl.constexpr(16)  # which a warp multiplies, four at once: a warp group
+_WARP_ROWS = gl.constexpr(16)  # of a warp; four warps are a warp group
 _PRODUCER_REGISTERS = gl.constexpr(24)
-_ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as of old
+_ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # older Triton's name
 
 
 def streamed_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, stages: Stages, *, is_gated: bool = False
 ) -> Tensor:
-    """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs], of two bytes each.
+    """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs], 16-bit floats.
 
-    33 to 128 rows, with room for 64 or 128; stages of one share. `is_gated`: `ops.silu_and_mul`
-    of the same, half as many outputs. Sums in float32; a row's do not depend on the others.
+    33 to 128 rows, with room for 64 or 128; no split-K. `is_gated`: `ops.silu_and_mul` of the
+    product, half as many outputs. Sums in float32; a row's sums do not depend on other rows.
     """
     assert stages.shares == 1
     num_outputs = len(weight) // (2 if is_gated else 1)
@@ -63,7 +63,7 @@ def streamed_product(
 
 
 def streamed_summands(x: Tensor, weight: Tensor, bias: Tensor | None, stages: Stages) -> Tensor:
-    """The same, of each share of the inputs: [rows, shares, outputs]."""
+    """The partial product of each split-K share: [rows, shares, outputs]."""
     shape = (len(x), stages.shares, len(weight))
     out = torch.empty(shape, dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, stages, out, len(weight))
@@ -79,7 +79,7 @@ def send_streamed_product(
     *,
     in_parts: bool,
 ) -> None:
-    """`streamed_product`, as this rank's summand, to where `peer_add_rms_norm` adds it up next."""
+    """`streamed_product`, sent as this rank's summand to where `peer_add_rms_norm` sums it."""
     assert stages.shares == 1
     ranks = {"rank": exchange.rank, "num_ranks": exchange.num_ranks}
     pitch = exchange.pitch(len(weight), in_parts=in_parts)
@@ -99,7 +99,7 @@ def _launch(
     num_ranks: int = 1,
     pitch: int = 0,
 ) -> None:
-    """`out`: the product, or of several ranks `Exchange.bases`."""
+    """`out`: the product, or, with several ranks, `Exchange.bases`."""
     rows = room_of(len(x))
     whole_x = torch.as_strided(x, (rows, x.shape[1]), x.stride())
     _streamed_product[(cdiv(num_outputs, stages.outputs), stages.shares)](
@@ -126,8 +126,8 @@ def _launch(
 
 
 def cost(stages: Stages, rows: int, *, is_gated: bool) -> dict[str, int]:
-    """Warps that multiply and registers of a thread, on average with those of the producer, which
-    Triton rounds up to four warps: so few that what is behind comes in early."""
+    """Warps that multiply, and registers per thread on average, including the producer's, which
+    Triton rounds up to four warps. Few registers let the next kernel's programs start early."""
     warps = rows // _WARP_ROWS.value
     sums = stages.outputs * (2 if is_gated else 1) // 2
     wanted = 168 if sums <= 64 else 232  # of a thread that multiplies
@@ -139,7 +139,7 @@ def cost(stages: Stages, rows: int, *, is_gated: bool) -> dict[str, int]:
 
 
 def _boxes(matrix: Tensor, box: list[int]) -> TensorDescriptor:
-    """What the copy engine of a multiprocessor (TMA) needs to know to load such boxes."""
+    """A TMA descriptor that loads boxes of this size."""
     return TensorDescriptor.from_tensor(matrix, box, _layout(tuple(box), matrix.dtype))
 
 
@@ -151,7 +151,7 @@ def _layout(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 @gluon.jit
 def _stage_barriers(STAGES: gl.constexpr):
-    """Of each stage: it is full, and it is empty."""
+    """Barriers of each stage: full and empty."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(STAGES):
@@ -165,7 +165,7 @@ def _stage_barriers(STAGES: gl.constexpr):
 def _ask_weight(
     matrix, num_outputs, column, full, ws, stage, ROWS: gl.constexpr, HALVES: gl.constexpr
 ):
-    """Begin to fill a stage with its part of the weight; `full` waits for the vectors too."""
+    """Start loading a stage's part of the weight; `full` expects the vectors' bytes too."""
     OUTPUTS: gl.constexpr = matrix.block_shape[0]
     num_bytes: gl.constexpr = (ROWS + HALVES * OUTPUTS) * matrix.block_shape[1] * 2
     mbarrier.expect(full.index(stage), num_bytes)
@@ -189,7 +189,7 @@ def _fill(
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One warp: have stage after stage filled, as they become empty."""
+    """The producer warp: load each stage once it is empty."""
     STAGES: gl.constexpr = xs.shape[0]
     ROWS: gl.constexpr = xs.shape[1]
     INPUTS: gl.constexpr = xs.shape[2]
@@ -209,7 +209,7 @@ def _fill(
 
 @gluon.jit
 def _multiply(xs, ws, full, empty, num_steps, sums, up_sums, HALVES: gl.constexpr):
-    """All warps but one: add up stage after stage, as they become full."""
+    """All warps but the producer: multiply each stage once it is full, and add up."""
     STAGES: gl.constexpr = xs.shape[0]
     for step in range(num_steps):
         stage = step % STAGES
@@ -220,9 +220,9 @@ def _multiply(xs, ws, full, empty, num_steps, sums, up_sums, HALVES: gl.constexp
             tile = ws.index(stage * HALVES + 1).permute((1, 0))
             up_sums = warpgroup_mma(x, tile, up_sums, is_async=True)
             sums, up_sums = warpgroup_mma_wait(2, deps=(sums, up_sums))
-        else:  # zeros that are waited for, too, would take registers
+        else:  # waiting for `up_sums` as well would keep its zeros in registers
             sums = warpgroup_mma_wait(1, deps=(sums,))
-        # What the step before has read is empty.
+        # The previous step's product is done, so its stage is empty.
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
     if HALVES == 2:
         sums, up_sums = warpgroup_mma_wait(0, deps=(sums, up_sums))
@@ -235,10 +235,10 @@ def _multiply(xs, ws, full, empty, num_steps, sums, up_sums, HALVES: gl.constexp
 def _send(
     summand, first, bases, rank, num_rows, num_outputs, RANKS: gl.constexpr, PITCH: gl.constexpr
 ):
-    """Outputs of all rows, from `first` on, to the ranks' slots: see peer_reduce_triton.py."""
+    """Send outputs of all rows, from `first` on, to the ranks' slots (peer_reduce_triton.py)."""
     ROWS: gl.constexpr = summand.shape[0]
     OUTPUTS: gl.constexpr = summand.shape[1]
-    across: gl.constexpr = OUTPUTS // 8  # threads, of 16 bytes each
+    across: gl.constexpr = OUTPUTS // 8  # threads, with 16 bytes each
     warps: gl.constexpr = ROWS // _WARP_ROWS
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
     words = gl.convert_layout(summand, layout).to(gl.int16, bitcast=True)
@@ -246,7 +246,7 @@ def _send(
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     outputs = first + gl.arange(0, OUTPUTS, gl.SliceLayout(0, layout))
     turns = gl.load(state_of(gl.load(bases + rank), rows), mask=rows < num_rows, other=0)
-    owner = 0  # in parts: of all these outputs
+    owner = 0  # the rank that sums all these outputs, if each rank sums a part
     if PITCH > 0:
         gl.static_assert(PITCH % OUTPUTS == 0)
         owner = first // PITCH
@@ -327,12 +327,12 @@ def _streamed_product(
         if IS_GATED:
             up_bias = gl.load(bias + num_outputs + outputs, mask=is_output, other=0.0)
             up_sums += up_bias.to(gl.float32)[None, :]
-    if IS_GATED:  # as in ops_triton.py, the products rounded as if they had been stored
+    if IS_GATED:  # as in ops_triton.py, round the products as if they had been stored
         gate = sums.to(type).to(gl.float32)
         gated = (gate / (1.0 + gl.exp(-gate))).to(type).to(gl.float32)
         sums = gated * up_sums.to(type).to(gl.float32)
     if RANKS > 1:
-        wait_for_previous(PDL)  # these warps read what other kernels wrote, too
+        wait_for_previous(PDL)  # these warps, too, read other kernels' output
         _send(sums.to(type), first, out, rank, num_rows, num_outputs, RANKS, PITCH)
     else:
         rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]

@@ -1,7 +1,7 @@
-"""What was measured to be fastest for a product with a quantised weight: ways.json.
+"""The fastest measured kernels of products with quantised weights, by shape: ways.json.
 
-`python -m baton.bench.kernels.quantised_products` writes it, for the shapes of some models; what is
-none of them takes the nearest. Knows no way itself.
+`python -m baton.bench.kernels.quantised_products` writes it for the shapes of some models; other
+shapes take the nearest entry. Knows no kernel itself.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ TABLE = Path(__file__).with_name("ways.json")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was fastest of its kind for a product."""
+    """The fastest configuration of one kind of kernel for a product."""
 
-    weight: str  # "row" or "block", in FP8, or "int4"
+    weight: str  # "row" or "block" (FP8), or "int4"
     rows: int
     outputs: int
     inputs: int
     kind: str
-    way: dict[str, Any]  # the fields of what the kind stands for
+    way: dict[str, Any]  # fields of the class that `kind` names in WAYS
     us: float
 
 
 @functools.cache
 def measured() -> tuple[Measured, ...]:
-    """The table; empty without its file."""
+    """The table; empty if its file is missing."""
     if not TABLE.is_file():
         return ()
     rows: list[dict[str, Any]] = json.loads(TABLE.read_text())
@@ -42,7 +42,8 @@ def measured() -> tuple[Measured, ...]:
 def look_up(
     weight: str, num_rows: int, num_outputs: int, num_inputs: int, kinds: tuple[str, ...]
 ) -> Measured | None:
-    """The fastest of these kinds, for as many rows or more; None if none was measured."""
+    """The fastest entry of these kinds for the nearest shape, with at least `num_rows` rows, or
+    the most rows measured; None if no such kind was measured."""
     found = [one for one in measured() if one.weight == weight and one.kind in kinds]
     sizes = sorted({one.rows for one in found})
     at = next((size for size in sizes if size >= num_rows), sizes[-1] if sizes else 0)

@@ -1,11 +1,11 @@
-"""Weights of a byte each (FP8, e4m3) with their scales, and activations of the same kind.
+"""Weights in FP8 (e4m3) with their scales, and activations in FP8.
 
-    RowScaled      a scale for each output          activations: a scale for each token, or of few
+    RowScaled      a scale for each output          activations: a scale for each token, or for few
                                                     tokens as with BlockScaled
     BlockScaled    a scale for 128 x 128 weights    activations: a scale for 128 inputs of a token
 
-A weight in the type of the model is a plain tensor. What is here is plain torch, the reference of
-the kernels. Knows no file.
+A weight in the model's type is a plain tensor. This file is plain torch, the reference of the
+kernels. Knows no file format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .int4_weights import Int4Weight
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 BLOCK = 128
-LEAST_MAXIMUM = 1e-10  # of what is scaled by its largest number: zeros stay zeros
+LEAST_MAXIMUM = 1e-10  # lower bound of the maximum that a scale is made from: zeros stay zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RowScaled(_Scaled):
     """data[output] * scale[output]."""
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """[outputs, inputs]"""
+        """The weight [outputs, inputs] in floats."""
         return (self.data.float() * self.scale[:, None]).to(dtype)
 
 
@@ -52,7 +52,7 @@ class BlockScaled(_Scaled):
     """data[output, input] * scale[output // 128, input // 128]."""
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """[outputs, inputs]"""
+        """The weight [outputs, inputs] in floats."""
         return (self.data.float() * spread(self.scale, self.data.shape)).to(dtype)
 
 
@@ -64,22 +64,22 @@ Weight: TypeAlias = Tensor | Fp8Weight | Int4Weight
 class Fp8Rows:
     """Activations: data[row, input] * scale[row, input // (inputs / groups)].
 
-    Groups are ceil(inputs / 128) if a weight of BlockScaled reads them; if one of RowScaled does,
-    one, or of few rows as many too.
+    For a BlockScaled weight there are ceil(inputs / 128) groups; for a RowScaled weight one group,
+    or, for few rows, also ceil(inputs / 128).
     """
 
     data: Tensor  # [rows, inputs], e4m3
-    scale: Tensor  # [rows, groups], float32, group by group: strides (1, room)
-    dtype: torch.dtype  # of what they were made of, and of products with them
+    scale: Tensor  # [rows, groups], float32, column-major: strides (1, room)
+    dtype: torch.dtype  # of the activations before quantising, and of the products
 
     @classmethod
     def empty(
         cls, num_rows: int, weight: Fp8Weight, like: Tensor, *, in_groups: bool = False
     ) -> Fp8Rows:
-        """Uninitialised, for the product with `weight`; of the type and device of `like`.
-        `in_groups`: with a scale for each 128 inputs whatever the weight has.
+        """Uninitialised, for the product with `weight`; type and device as `like`.
 
-        Behind the rows there is room for some more that kernels may read, see `room`.
+        `in_groups`: a scale for each 128 inputs, whatever scales the weight has. The memory has
+        room for more rows, which kernels may read, see `room`.
         """
         num_inputs = weight.shape[1]
         room = -(-num_rows // 16) * 16
@@ -96,13 +96,12 @@ class Fp8Rows:
 
     @property
     def room(self) -> int:
-        """Rows that there is memory for: 16, 32, 64, 128, 256, then multiples of 16, if made by
-        `empty`."""
+        """Number of rows with memory; from `empty`: 16, 32, 64, 128, 256, then multiples of 16."""
         return self.scale.stride(1)
 
     @property
     def with_room(self) -> tuple[Tensor, Tensor]:
-        """data and scale with all rows that there is memory for."""
+        """`data` and `scale` with all `room` rows."""
         (_, inputs), (_, groups) = self.data.shape, self.scale.shape
         return (
             self.data.as_strided((self.room, inputs), self.data.stride()),
@@ -110,7 +109,7 @@ class Fp8Rows:
         )
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """[rows, inputs]"""
+        """The activations [rows, inputs] in floats."""
         groups, inputs = self.scale.shape[1], self.data.shape[1]
         scale = self.scale
         if groups > 1:
@@ -123,25 +122,25 @@ Activations: TypeAlias = Tensor | Fp8Rows
 
 @dataclass(frozen=True, slots=True)
 class Unscaled:
-    """A product of Fp8Rows with a RowScaled as the matrix units add it up:
+    """A product of Fp8Rows with a RowScaled weight before scaling. Its value is
     data[row, output] * of_rows[row] * of_outputs[output]."""
 
-    data: Tensor  # [rows, outputs], of the type of the model
+    data: Tensor  # [rows, outputs], in the model's type
     of_rows: Tensor  # [rows], float32
     of_outputs: Tensor  # [outputs], float32
 
 
 @dataclass(frozen=True, slots=True)
 class Summands:
-    """Rows that are to be summed up, `count` each: what a token's experts gave, times its weights,
-    or products of shares of the inputs."""
+    """Rows to be summed, `count` consecutive ones for each result row: the weighted outputs of a
+    token's experts, or split-K partial products."""
 
-    data: Tensor  # [rows * count, outputs], of the type of the model
+    data: Tensor  # [rows * count, outputs], in the model's type
     count: int
 
 
 def spread(scale: Tensor, shape: Sequence[int], first: tuple[int, int] = (0, 0)) -> Tensor:
-    """Scales of blocks for each weight of a part of `shape` that begins at `first`."""
+    """The block scale of each weight in a part of `shape` that begins at `first`."""
     rows, columns = (
         torch.arange(start, start + size, device=scale.device) // BLOCK
         for start, size in zip(first, shape, strict=True)
@@ -150,13 +149,13 @@ def spread(scale: Tensor, shape: Sequence[int], first: tuple[int, int] = (0, 0))
 
 
 def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Floats [outputs, inputs] -> e4m3 of the same shape and the scale of each output."""
+    """Floats [outputs, inputs] -> e4m3 of the same shape, and a scale for each output."""
     scale = weight.float().abs().amax(dim=1).clamp_(min=LEAST_MAXIMUM) / FP8_MAX
     return (weight.float() / scale[:, None]).to(FP8), scale
 
 
 def quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Floats [outputs, inputs] -> e4m3 of the same shape and the scales of blocks."""
+    """Floats [outputs, inputs] -> e4m3 of the same shape, and a scale for each block."""
     outputs, inputs = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -inputs % BLOCK, 0, -outputs % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
@@ -165,7 +164,7 @@ def quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantise_activations(x: Tensor, weight: Fp8Weight) -> Fp8Rows:
-    """x [rows, inputs] as products with `weight` take it."""
+    """x [rows, inputs] quantised for products with `weight`."""
     if isinstance(weight, RowScaled):
         data, scale = quantise_rows(x)
         return Fp8Rows(data, scale[None].t(), x.dtype)
