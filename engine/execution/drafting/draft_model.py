@@ -64,8 +64,8 @@ class DraftModel:
 
     @property
     def attention_config(self) -> ModelConfig:
-        """The config of an attention backend over the whole pool: its own, with its windows moved
-        behind the target's layers, which have none."""
+        """The config of an attention backend over the whole pool: its own, its windows preceded by
+        None for each layer of the target."""
         windows = (None,) * self._placement.layers_in_front + self.config.windows
         return dataclasses.replace(self.config, windows=windows)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 _LIBRARIES = ("cublas", "cublaslt")
-_FEW_ROWS = 64  # up to so many use our own kernels, or cuBLASLt where there is none
+_FEW_ROWS = 64  # up to this number use our own kernels, or cuBLASLt where there is none
 _MOST_PADDING = 127  # rows
 _WORTH_PADDING = 0.97  # padding must reduce the time to less than this factor
 _TIMED_CALLS, _ROUNDS = 3, 3
