@@ -1,14 +1,14 @@
-"""Programmatic dependent launch: a kernel comes in while the one before it leaves (Hopper on).
+"""Programmatic dependent launch: a kernel starts while the previous one finishes (from Hopper on).
 
-    let_next_in()         the next kernel may be launched once all programs have come here
-    wait_for_previous()   until all before has completed: before the first access to anything that
-                          other kernels write or read; only constants may be loaded earlier
+    let_next_in()         the next kernel may start once all programs have called this
+    wait_for_previous()   waits for completion of all earlier kernels: before the first access to
+                          memory that other kernels write or read; constants may be loaded earlier
 
-A product, or a prefill, lets the next in behind its own wait. So a kernel that is launched right
-behind one may read what that one reads without waiting, beside it. It waits before it writes what
-that one may (lora_triton.py), or at its end if they share nothing (decode_attention_triton.py).
-
-Between small kernels this hides most of the launch, which else costs about as much as the kernel.
+Products and prefill call let_next_in after their own wait. So a kernel launched right after one of
+them runs concurrently and may read, without waiting, what that kernel reads. It must wait before it
+writes what that kernel may access (lora_triton.py), or at its end if they share no memory
+(decode_attention_triton.py). Between small kernels this hides most of the launch latency, which
+otherwise costs about as much as the kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @functools.cache
 def launch_options(device: torch.device) -> dict[str, bool]:
-    """What a kernel that calls the two functions is launched with on `device`."""
+    """Options for launching, on `device`, a kernel that calls the functions below."""
     has_it = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     return {"PDL": has_it, "launch_pdl": has_it}
 

@@ -1,4 +1,4 @@
-"""The kernels in Gluon, which only Hopper GPUs run, and whose language may change with Triton."""
+"""Imports the Gluon kernels, which need a Hopper GPU; Gluon may change between Triton versions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def gluon_kernels(name: str, device: torch.device) -> ModuleType | None:
-    """The module below this folder, as "products.name"; None: `device` cannot run it, or this
-    Triton has another Gluon."""
+    """The module `name` below this folder, as "products.name"; None if `device` cannot run it or
+    this Triton has another Gluon."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
     try:

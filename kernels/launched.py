@@ -1,10 +1,10 @@
-"""Triton kernels whose launches take the host little: what they were compiled for is found quickly.
+"""Triton kernels with little launch overhead on the host: a quick look-up of the compiled kernel.
 
-A launch by `triton.jit` takes 50 to 80 us of a server's processor, most of it to find the compiled
-kernel: it writes options as text and compares the globals that the kernel names. A step of many
-tokens is no CUDA graph and has 400 launches, which take longer than the GPU does. Here a launch is
-looked up by what Triton distinguishes: types, alignment, constants, options. `@launched` stands
-above `@triton.jit` of what is launched, not of what kernels call.
+A launch by `triton.jit` takes 50 to 80 us of a server's processor, mostly to find the compiled
+kernel: it formats options as text and compares the globals that the kernel uses. A step of many
+tokens does not use a CUDA graph; its 400 launches would take longer than the GPU's work. Here the
+key is what Triton distinguishes: types, alignment, constants, options. Put `@launched` above
+`@triton.jit` of kernels that are launched, not of functions that kernels call.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import torch
 import triton
 from torch import Tensor
 
-_ALIGNED = 16  # bytes, or what integers are multiples of, that kernels are compiled for
+_ALIGNED = 16  # kernels are compiled for pointers (in bytes) and integers that are multiples
 
 
 def cdiv(number: int, by: int) -> int:
-    """Rounded up. `triton.cdiv` can do it in kernels, too, and takes 3 us."""
+    """number / by, rounded up. `triton.cdiv`, which also works in kernels, takes 3 us."""
     return -(-number // by)
 
 
 def next_power_of_2(number: int) -> int:
-    """The least one that is not below `number`."""
+    """The least power of 2 that is not below `number`."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU: persistent programs are a number for each."""
+    """Multiprocessors of a GPU: persistent kernels have a fixed number of programs for each."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class Launched:
-    """A kernel, `jit`, of `triton.jit` or `gluon.jit`; launched like it, constants and options by
-    name."""
+    """A kernel `jit` of `triton.jit` or `gluon.jit`, launched in the same way, with constants and
+    options by name."""
 
     def __init__(self, kernel: Any) -> None:
         self.jit = kernel
@@ -74,7 +74,7 @@ def launched(kernel: Any) -> Any:
 
 
 def _kind(arg: Any) -> Hashable:
-    """What a kernel is compiled for; finer than Triton's own distinctions, or the same."""
+    """The properties of `arg` that a kernel is compiled for, at least as fine as Triton's own."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % _ALIGNED == 0
     if type(arg) is int:

@@ -1,27 +1,27 @@
-"""Small sums over GPUs in one kernel each, without a library: ranks write to peers' memory, and the
-values themselves say that they are there.
+"""All-reduces of small tensors over GPUs, in one kernel each, without a library: ranks write to
+peers' memory, and poll the values themselves to see whether they have arrived.
 
     exchange memory of a rank, mapped by all:
     | state [programs, 3] | slots [3, programs, ranks, region] | results [3, programs, region] |
 
-    at once     x ─► all ranks' slots ─ all there? ─► add up the slots ─► out
-    in parts    x ─► a part to each rank's slots ─ all there? ─► add up ─► all ranks' results
-                                                   ─ all there? ─► out
+    at once     x ─► all ranks' slots ─ arrived? ─► add up the slots ─► out
+    in parts    x ─► a part to each rank's slots ─ arrived? ─► add up ─► all ranks' results
+                                                   ─ arrived? ─► out
 
-Each rank moves (ranks - 1) times the tensor over its links at once, in parts twice the tensor at
-most, but waits twice. What was added up may be added to the residual stream and normed in the same
-kernel, a row a program; then a product may have written x to the slots itself. Program c of every
-rank takes chunk c of x, uses region c alone and meets program c of the others alone.
+At once, each rank sends (ranks - 1) times the tensor over its links; in parts at most twice the
+tensor, but it waits twice. The sum may be added to the residual stream and normalised in the same
+kernel, one row per program; a product kernel may then write x to the slots itself. Program c of
+every rank processes chunk c of x, uses region c only, and exchanges data with programs c only.
 
-A word that nobody has written yet is ABSENT: minus zero, which no rank sends (it sends zero). So a
-sum waits for one write over the link where a signal behind the data would be a second one
-(Lamport's way, as in TensorRT-LLM's all-reduces).
+A word not written yet is ABSENT: minus zero, which no rank sends (it sends plus zero). So a sum
+waits for one write over the link, where a flag after the data would be a second one (Lamport's
+method, as in TensorRT-LLM's all-reduces).
 
-Three buffers take turns, by the program's own count: while one is written, the one of the sum
-before is made absent again. A rank writes to it two sums later: it has then seen what its peer sent
-for the sum between (or what others made of it), by a kernel that came after the one that cleared.
-Sums are in float32 and in the ranks' order: the same bits on all ranks, and for each element
-whatever the size. Whose turn it is lies in memory, so a CUDA graph can hold the kernels.
+Three buffers take turns, counted by each program: while one is written, the previous sum's buffer
+is reset to absent. A rank writes to that buffer two sums later: by then it has received its peer's
+data of the sum in between (or results made of it), sent by a kernel after the one that reset it.
+Sums are in float32 and in rank order: the same bits on all ranks, and for an element at any tensor
+size. The turn is in device memory, so a CUDA graph can contain the kernels.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from .launched import cdiv, launched, next_power_of_2
 from .row_room import empty_rows
 
 MAX_RANKS = 8
-MAX_PROGRAMS = 128  # all resident at once on any GPU that this is for
+MAX_PROGRAMS = 128  # all resident at once on every supported GPU
 _REGION_BYTES = 16 << 10
 MAX_BYTES = MAX_PROGRAMS * _REGION_BYTES
-MAX_ROWS, MAX_ROW_BYTES = MAX_PROGRAMS, _REGION_BYTES  # of what is normed as well
+MAX_ROWS, MAX_ROW_BYTES = MAX_PROGRAMS, _REGION_BYTES  # with a norm
 _LEAST_BLOCK = 1024
 _NUM_BUFFERS = 3
-_STATE_WORDS = 3  # whose turn it is; halves (2 bytes) of the last sum in each slot, in the results
-_ABSENT = {2: -(1 << 15), 4: -(1 << 31) + (1 << 15)}  # as words; memory is full of the first
+_STATE_WORDS = 3  # turn; 2-byte halves of the last sum in each slot; the same in the results
+_ABSENT = {2: -(1 << 15), 4: -(1 << 31) + (1 << 15)}  # by word size; memory starts as the first
 
 SLOTS_AT = MAX_PROGRAMS * _STATE_WORDS * 4
 _RESULTS_AT = SLOTS_AT + _NUM_BUFFERS * MAX_PROGRAMS * MAX_RANKS * _REGION_BYTES
 EXCHANGE_BYTES = _RESULTS_AT + _NUM_BUFFERS * MAX_PROGRAMS * _REGION_BYTES
 
-# The same for kernels.
+# The same as constants of kernels.
 _PROGRAMS, _MOST_RANKS = tl.constexpr(MAX_PROGRAMS), tl.constexpr(MAX_RANKS)
 _REGION, _STATE = tl.constexpr(_REGION_BYTES), tl.constexpr(_STATE_WORDS)
 _SLOTS, _RESULTS = tl.constexpr(SLOTS_AT), tl.constexpr(_RESULTS_AT)
@@ -59,8 +59,8 @@ _SLOTS, _RESULTS = tl.constexpr(SLOTS_AT), tl.constexpr(_RESULTS_AT)
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One rank's end of the exchange memories. `bases` [ranks] int64, ranks a power of two: where
-    each rank's, its own too, lies for this device."""
+    """One rank's access to the exchange memories. `bases` [ranks] int64, ranks a power of two: the
+    address of each rank's memory, its own included, as mapped on this device."""
 
     bases: Tensor
     rank: int
@@ -70,19 +70,19 @@ class Exchange:
         return len(self.bases)
 
     def pitch(self, width: int, *, in_parts: bool) -> int:
-        """Of so many elements a program: from one rank's part to the next one's; at once 0."""
+        """Elements from one rank's part to the next, of `width` per program; 0 if not in parts."""
         return _block(width) // self.num_ranks if in_parts else 0
 
 
 def prepare_exchange(memory: Tensor) -> None:
-    """Of a rank, [EXCHANGE_BYTES] uint8 of zeros: before a peer can write to it."""
+    """Initialise a rank's memory, [EXCHANGE_BYTES] uint8 of zeros, before peers can write to it."""
     memory[SLOTS_AT:].view(torch.int16).fill_(_ABSENT[2])
 
 
 def peer_sum(x: Tensor, exchange: Exchange, *, in_parts: bool) -> Tensor:
-    """The sum of all ranks' x (contiguous, of equal shapes, at most MAX_BYTES): a new tensor.
+    """The sum of all ranks' x (contiguous, of equal shapes, at most MAX_BYTES), in a new tensor.
 
-    Waits, on the device, for the other ranks to launch the same.
+    The kernel waits until the other ranks have launched the same sum.
     """
     width = _block(cdiv(x.numel(), MAX_PROGRAMS))
     out = torch.empty_like(x)
@@ -99,10 +99,11 @@ def peer_add_rms_norm(
     *,
     in_parts: bool,
 ) -> Tensor:
-    """Add `peer_sum` of x to `residual` in place and return the norm of that; both [rows, dim].
+    """Add `peer_sum` of x to `residual` in place and return the norm of the result; both
+    [rows, dim].
 
-    At most MAX_ROWS rows of MAX_ROW_BYTES: a program has a row. Without x, the kernels in front of
-    it have sent all ranks' summands: `streamed_product_gluon.send_streamed_product`.
+    At most MAX_ROWS rows of MAX_ROW_BYTES: one row per program. If x is None, the previous kernels
+    on all ranks have sent the summands: `streamed_product_gluon.send_streamed_product`.
     """
     dim = residual.shape[1]
     out = empty_rows(residual.shape, residual)
@@ -141,7 +142,7 @@ def _launch(
         IS_SENT=x is None,
         RANKS=exchange.num_ranks,
         BLOCK=block,
-        NUM_ADDED=pitch or block,  # by one rank
+        NUM_ADDED=pitch or block,  # elements summed by one rank
         PITCH=pitch,
         WORD=tl.int16 if out.itemsize == 2 else tl.int32,
         HALVES=out.itemsize // 2,
@@ -154,38 +155,38 @@ def _launch(
 
 @triton.jit
 def state_of(own, program):
-    """A program's, in its rank's exchange memory at `own`: first whose turn it is."""
+    """Pointer to a program's state in its rank's exchange memory at `own`; the turn comes first."""
     return own.to(tl.pointer_type(tl.int32)) + program * _STATE
 
 
 @triton.jit
 def slot_at(turn, program, rank):
-    """Where a rank's summand for a program lies, in bytes from the beginning of the memory."""
+    """Byte offset, in the exchange memory, of a rank's summand for a program."""
     return _SLOTS + ((turn * _PROGRAMS + program) * _MOST_RANKS + rank).to(tl.int64) * _REGION
 
 
 @triton.jit
 def _result_at(turn, program):
-    """Where a program's result lies, the same way."""
+    """Byte offset, in the exchange memory, of a program's result."""
     return _RESULTS + (turn * _PROGRAMS + program).to(tl.int64) * _REGION
 
 
 @triton.jit
 def _sent(values, WORD: tl.constexpr, ABSENT: tl.constexpr):
-    """Values as words of which none is absent."""
+    """Values as words, with plus zero in place of minus zero (ABSENT)."""
     words = values.to(WORD, bitcast=True)
     return tl.where(words == ABSENT, 0, words).to(WORD)
 
 
 @triton.jit
 def _words_at(addresses, WORD: tl.constexpr):
-    """Pointers to exchange memory at addresses [n, 1], aligned: several words go at once."""
+    """Pointers to exchange memory at addresses [n, 1], aligned for vectorised access."""
     return tl.multiple_of(addresses.to(tl.pointer_type(WORD)), (16, 16))
 
 
 @triton.jit
 def _arrived(words_at, mask, TYPE: tl.constexpr, ABSENT: tl.constexpr):
-    """The values, once none of them is absent."""
+    """Wait until no word is absent; return the values."""
     words = tl.load(words_at, mask=mask, other=0, volatile=True)
     while tl.max((words == ABSENT).to(tl.int32), axis=None) > 0:
         words = tl.load(words_at, mask=mask, other=0, volatile=True)
@@ -194,7 +195,7 @@ def _arrived(words_at, mask, TYPE: tl.constexpr, ABSENT: tl.constexpr):
 
 @triton.jit
 def _in_order(parts, RANKS: tl.constexpr, COUNT: tl.constexpr):
-    """The sum of [RANKS, COUNT] over the ranks, in their order and within threads."""
+    """The sum of [RANKS, COUNT] over the ranks, in rank order, each element in one thread."""
     if RANKS == 2:
         a, b = tl.split(tl.permute(parts, (1, 0)))
         total = a + b
@@ -219,9 +220,10 @@ def _in_order(parts, RANKS: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _clear(address, num_halves, STEP: tl.constexpr):
-    """Make the first halves at an address absent, and a few more, which are."""
+    """Set the first `num_halves` halves at an address, rounded up to 8, to absent; those beyond
+    `num_halves` are absent already."""
     halves = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16)
-    end = tl.cdiv(num_halves, 8) * 8  # so that several go at once
+    end = tl.cdiv(num_halves, 8) * 8  # for vectorised stores
     for first in range(0, end, STEP):
         places = first + tl.arange(0, STEP)
         tl.store(halves + places, tl.full((STEP,), -32768, tl.int16), mask=places < end)
@@ -257,7 +259,7 @@ def _peer_sum(
     mask = places < num_mine
     ranks = tl.arange(0, RANKS)[:, None]
     added = tl.arange(0, NUM_ADDED)[None, :]
-    targets = (ranks + rank) % RANKS  # each rank begins with another one
+    targets = (ranks + rank) % RANKS  # each rank begins with a different target
     target_bases = tl.load(bases + targets)
     own = tl.load(bases + rank)
     if HAS_NORM:
@@ -274,7 +276,7 @@ def _peer_sum(
         slots = target_bases + slot_at(turn, program, rank)
         tl.store(_words_at(slots, WORD) + added, _sent(values, WORD, ABSENT), mask=is_mine)
 
-    # What the sum before left, while this one's is on its way.
+    # Reset the buffers of the previous sum while this sum's data is in flight.
     before = (turn + 2) % 3
     for index in tl.static_range(RANKS):
         _clear(own + slot_at(before, program, index), slot_halves, BLOCK)

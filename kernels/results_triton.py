@@ -1,8 +1,7 @@
-"""A step's tokens into the next one, which was put together before, and to the host.
+"""Copies a step's tokens into the next step's inputs, which were built before, and to the host.
 
-To the host they go by a kernel that writes them into pinned memory: a copy engine does one copy
-after the other, and would have KV blocks on their way to host memory (engine/kv/host_copies.py) in
-front of them.
+A kernel writes them to pinned host memory: a copy engine executes copies in order, so the tokens
+would wait for KV blocks being copied to host memory (engine/kv/host_copies.py).
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ _ROWS = 128
 
 
 def fill_in(token_ids: Tensor, places: Tensor, sampled: Tensor) -> None:
-    """token_ids[i] becomes sampled[places[i]], and stays where places[i] is -1: all int64, the
-    first two [tokens]."""
+    """Set token_ids[i] to sampled[places[i]] where places[i] is not -1. All int64; token_ids and
+    places are [tokens]."""
     n = len(token_ids)
     _fill_in[(cdiv(n, _ROWS),)](*(token_ids, places, sampled, n), ROWS=_ROWS, num_warps=1)
 
@@ -35,9 +34,9 @@ def _fill_in(token_ids, places, sampled, num_rows, ROWS: tl.constexpr):
 def write_results(
     token_ids: Tensor, logprobs: Tensor, host_token_ids: Tensor, host_logprobs: Tensor
 ) -> None:
-    """The first n = len(host_token_ids) of token_ids int64 and logprobs float32, on the device, to
-    [n] in pinned memory; there once an event behind this has come to pass. Nobody may get that
-    memory before: torch's allocator does not know of the kernel."""
+    """Copy the first n = len(host_token_ids) of token_ids int64 and logprobs float32 on the device
+    to [n] in pinned memory. They are valid once an event recorded after this call has completed.
+    Until then the caller keeps that memory: torch's allocator does not track the kernel's use."""
     if n := len(host_token_ids):
         _write_results[(cdiv(n, _ROWS),)](
             *(token_ids, logprobs, host_token_ids, host_logprobs, n), ROWS=_ROWS, num_warps=1

@@ -1,8 +1,8 @@
 """Copies small host arrays to the device without waiting for it.
 
 A copy from pageable memory waits until the device has finished all earlier work; one from pinned
-memory does not. torch's pinned allocator reuses a buffer only after its copy has been made. New
-pinned memory comes from the system, which waits for the device: see pinned_memory.py.
+memory does not. torch's pinned allocator reuses a buffer only after its copy has completed.
+Allocating new pinned memory from the system waits for the device: see pinned_memory.py.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What attention in Triton does over a pool of 8 bits (kernels/kv/kv_8bit.py).
+"""Helpers of the Triton attention kernels for an 8-bit KV pool (kernels/kv/kv_8bit.py).
 
-Both products are of float16, with sums in float32. e4m3 and int8 fit into float16 exactly, two
-values by one or two instructions; into bfloat16 it takes five. Products of e4m3 itself would be
-summed in 14 bits on Hopper: over a long context what a few keys have is then less than the sum's
-last bit (tests/kernels/test_kv_8bit.py shows what that costs).
+Both GEMMs have float16 operands and float32 accumulators. e4m3 and int8 convert to float16 exactly,
+two values in one or two instructions; to bfloat16 it takes five. On Hopper, GEMMs of e4m3 operands
+accumulate in 14 bits: over a long context the contribution of a few keys is then below the last bit
+of the sum (tests/kernels/test_kv_8bit.py measures the error).
 
-    queries   q / unit                                   unit: the largest value of all
+    queries   q / unit                                   unit: largest absolute value of the queries
     scores    (q / unit) (k / ks)^T * unit * ks + log2(vs)
-    weights   exp2(scores - best)                        softmax's times vs, as v / vs needs them
+    weights   exp2(scores - best)                        softmax weight * vs, to multiply v / vs
     total     sum of weights / vs
 
-Whatever the scales are, the largest weight is so 2^15, where float16 ends with 2^16, and weights
-down to 2^-29 of it keep all 11 bits.
+So the largest weight is 2^15 for any scales (float16 overflows at 2^16), and weights down to 2^-29
+of it keep all 11 bits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import triton.language as tl
 
 HALF_ROOM = tl.constexpr(15.0)
 _SMALLEST_UNIT = tl.constexpr(1e-30)
-# Two pairs of bytes (a, b) (c, d) -> (a, c) and (b, d), each as float16. The exponent of 1024 above
-# a byte u makes 1024 + u of it.
+# Two pairs of bytes (a, b) (c, d) -> (a, c) and (b, d), each as float16. For int8: a float16 whose
+# high byte is that of 1024 and whose low byte is u has the value 1024 + u.
 _E4M3_PAIRS = tl.constexpr("""{
     .reg .b32 even, odd;
     .reg .b16 a, b, none;
@@ -59,8 +59,8 @@ _INT8 = tl.constexpr("""{
 
 @triton.jit
 def fit_half(queries):
-    """Queries of any shape in units of their largest value, as float16, and that unit, float32.
-    float32 stays what it is."""
+    """Queries of any shape divided by their largest absolute value, as float16, and that value (the
+    unit), float32. float32 queries are returned as they are, with unit 1."""
     if queries.dtype == tl.float32:
         return queries, tl.full((), 1.0, tl.float32)
     else:
@@ -79,16 +79,19 @@ def load_scales(
     PIECE: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Those of K and of V, float32 [keys] each; `pieces` [keys] are K's, of the keys' blocks."""
+    """The scales of K and of V, float32 [keys] each. `pieces` [keys]: pointers to the K pieces of
+    the keys' blocks."""
     at = (pieces + BLOCK_SIZE * DIM).to(tl.pointer_type(tl.float32)) + positions % BLOCK_SIZE
-    # Together they are as many as threads, or each thread would load what it computes with.
+    # One load of K's and V's scales together has an element per thread; in separate loads each
+    # thread would load every scale that it computes with.
     both = at[:, None] + tl.arange(0, 2)[None, :] * (KV_HEADS * PIECE // 4)
     return tl.split(tl.load(both, mask=is_key[:, None], other=1.0))
 
 
 @triton.jit
 def log2_and_inverse(scales, HAS_PTX: tl.constexpr):
-    """Of scales [keys]. Triton's own log2 takes 13 instructions, and scales are not small."""
+    """log2 and reciprocal of scales [keys]. Triton's log2 takes 13 instructions, partly to handle
+    subnormals, which scales never are."""
     if HAS_PTX:
         return tl.inline_asm_elementwise(
             _LOG2_AND_INVERSE, "=f,=f,f", [scales], (tl.float32, tl.float32), True, 1
@@ -99,7 +102,7 @@ def log2_and_inverse(scales, HAS_PTX: tl.constexpr):
 
 @triton.jit
 def as_type(values, TYPE: tl.constexpr, HAS_PTX: tl.constexpr):
-    """e4m3 or int8 as TYPE."""
+    """Convert e4m3 or int8 to TYPE."""
     if HAS_PTX and tl.float16 == TYPE and values.dtype == tl.int8:
         return tl.inline_asm_elementwise(_INT8, "=r,=r,r", [values], tl.float16, True, 4)
     else:
@@ -115,9 +118,10 @@ def load_pairs(
     TYPE: tl.constexpr,
     HAS_PTX: tl.constexpr,
 ):
-    """V at the pointers [keys], its even and its odd dimensions: of TYPE [DIM_PADDED / 2, keys].
+    """Load V at the pointers `values` [keys]: its even and its odd dimensions, each
+    [DIM_PADDED / 2, keys] of TYPE.
 
-    The matrix units want V transposed, and shared memory can be read so in units of 16 bits alone.
+    The tensor cores need V transposed, and transposed reads of shared memory have 16-bit elements.
     """
     dims = tl.arange(0, DIM_PADDED // 2)
     at = values.to(tl.pointer_type(tl.int16))[None, :] + dims[:, None]

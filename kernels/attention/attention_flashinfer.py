@@ -1,7 +1,7 @@
-"""Prefill attention by FlashInfer: FA3. No sliding windows.
+"""Prefill attention by FlashInfer: FlashAttention 3. No sliding windows.
 
-FlashInfer plans a step on the host, into pinned memory, and copies the plan to the device in the
-stream's order. Only what the host writes may not change before it is copied: an event guards that.
+FlashInfer plans a step on the host, in pinned memory, and copies the plan to the device in stream
+order. The host must not overwrite a plan before it has been copied: `plan` waits for an event.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .attention_triton import TritonPrefill
 
 _LAYOUT = "HND"  # [blocks, 2, kv_heads, block_size, dim]
 _WORKSPACE_BYTES = 128 << 20
-_KEY_TILE = 128  # keys that prefill loads at once where they lie behind each other
+_KEY_TILE = 128  # keys per load of the kernel for contiguous (ragged) K and V
 
 
 class FlashInferPrefill:
     """A PrefillPart: FlashAttention 3 on Hopper, 2 elsewhere.
 
-    Keys behind each other are loaded a tile at a time, those in blocks row by row: for 8192 tokens
-    of 32 heads 0.83 instead of 0.99 ms on an H200. So what has no earlier context reads the step's
-    own K and V, and all else the pool. FA3 reads no pool of 8 bits that has a scale a token: what
-    needs such a one goes by our own kernel.
+    Contiguous keys are loaded tile by tile, paged keys row by row: for 8192 tokens of 32 heads 0.83
+    instead of 0.99 ms on an H200. So a step without earlier context reads its own K and V, any
+    other step the pool. FA3 does not support an 8-bit pool with a scale per token: steps that read
+    one use our own Triton kernel.
     """
 
     def __init__(self, pool: Tensor, num_heads: int, dtype: torch.dtype) -> None:
@@ -82,9 +82,9 @@ def _backend(pool: Tensor) -> str:
 
 
 def has_own_keys(query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
-    """Whether all slices see nothing but themselves, even in the last tile of their keys.
+    """Whether no slice has earlier context or shares its last tile of keys with the next slice.
 
-    What a tile holds of the next slice has a weight of 0, but 0 times its NaN is NaN.
+    Keys of the next slice in that tile have a weight of 0, but 0 times a NaN of theirs is NaN.
     """
     is_fresh = list(query_lens) == list(seq_lens)
     return is_fresh and not any(length % _KEY_TILE for length in query_lens[:-1])
@@ -93,9 +93,9 @@ def has_own_keys(query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
 def _tables(
     seq_lens: Sequence[int], block_tables: BlockTables, block_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each block table begins, the tables, tokens in each last block; int32.
+    """The start of each block table, the joined tables, and the tokens in each last block; int32.
 
-    The first and last are in host memory, where FlashInfer plans; the tables it only copies.
+    The first and last are in host memory, where FlashInfer plans; the tables are on the device.
     """
     indptr, indices = flatten_tables(seq_lens, block_tables, block_size)
     last_lens = (np.array(seq_lens, np.int32) - 1) % block_size + 1

@@ -1,11 +1,12 @@
-"""Attention on a GPU: norm, rotate and store; then one part has the decodes, another the prefill.
+"""Attention on a GPU: normalise, rotate and store, then separate kernels for decodes and prefill.
 
     tokens of a step:  | decodes ....... | prefill chunks ........ |
                        TritonDecode      PrefillPart: Triton's or FlashInfer's
 
-In a step that has both they run side by side: decodes are bound by memory, prefill by arithmetic.
-Prefill comes first, and decodes take what it leaves of the multiprocessors: in a CUDA graph by
-dependent launch, once all programs of the prefill have begun, else on another stream.
+In a step with both they run concurrently: decodes are bound by memory, prefill by arithmetic.
+Prefill is launched first, and decodes use the resources that it leaves free on the
+multiprocessors: in a CUDA graph by dependent launch, once all programs of the prefill have begun,
+otherwise prefill runs on a second stream.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _HIGH_PRIORITY = -5  # the highest; torch's own streams have 0
 
 
 class PrefillPart(Protocol):
-    """Causal attention of longer slices."""
+    """Causal attention of prefill slices."""
 
     def plan(
         self, query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: BlockTables
@@ -41,7 +42,7 @@ class PrefillPart(Protocol):
         """qkv [tokens, heads + 2 kv_heads, dim], rotated; out [tokens, heads, dim]; layer_pool
         [blocks, 2, kv_heads, block_size, dim], or of 8 bits: see kv_8bit.py.
 
-        The pool holds all K and V, those of qkv too.
+        The pool holds all K and V, including those of qkv.
         """
         ...
 
@@ -124,7 +125,8 @@ class GpuAttention:
 
     @contextmanager
     def _beside(self, *, is_alone: bool) -> Iterator[None]:
-        """What is launched inside runs beside what follows, until this stream waits for it."""
+        """Launch the body's kernels on a second stream (unless `is_alone`), concurrent with later
+        launches until the current stream waits for it."""
         if is_alone or self._side is None:
             yield
             return
@@ -144,8 +146,8 @@ def make_gpu_attention(
     windows: Sequence[int | None] | None = None,
     rows_each: int = 1,
 ) -> GpuAttention:
-    """For q, k and v of `dtype`, over a pool of the same or of 8 bits. `prefill` is "triton" or,
-    without a window in any layer, "flashinfer". Decodes have up to `rows_each` tokens."""
+    """Attention for q, k and v of `dtype`, over a pool of the same type or of 8 bits. `prefill` is
+    "triton" or, if no layer has a window, "flashinfer". Decodes have up to `rows_each` tokens."""
     prefill_part: PrefillPart
     has_windows = any(window is not None for window in windows or ())
     if prefill == "triton":

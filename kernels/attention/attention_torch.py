@@ -33,8 +33,8 @@ class TorchAttention:
     A slice's K and V are gathered to exactly its length, so no other sequence and no stale slot
     past its end can affect the result, not even as NaN times zero. Gathered slices also fit the CPU
     cache, which a padded batch of all decodes does not. `windows`: the sliding window of each layer
-    in positions, the token's own included; None: no window. `dtype` of the computation over a pool
-    of 8 bits; over any other pool its own type.
+    in positions, including the token's own; None: no window. `dtype`: the type of the computation
+    over an 8-bit pool; over any other pool it is the pool's type.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class TorchAttention:
         return torch.cat(tiles).flatten(1)
 
     def _run_slice(self, layer: int, s: _Slice, q: Tensor) -> Iterator[Tensor]:
-        """q [tokens, heads, dim] of the step -> the slice's outputs in tiles. Rows of a decode are
-        computed one by one, its drafts too."""
+        """q [tokens, heads, dim] of the step -> the slice's outputs in tiles. The rows of a decode,
+        including drafts, are computed one by one."""
         gathered = self._pieces.index_select(0, s.rows[layer])
         if self._is_8bit:
             gathered = dequantize(gathered, self._dtype)

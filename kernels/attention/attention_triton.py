@@ -1,12 +1,11 @@
 """Paged prefill attention in Triton: any head size, any group, float32 too.
 
-A program takes a tile of queries of one sequence, of all heads that share one of keys (flash
-attention 2, Dao 2023), and reads blocks through the flat block tables of
-`attention.flatten_tables`. Few tiles are divided by their keys, and a second kernel joins their
-shares (prefill_tiles.py). With a sliding window a position sees the last `window` ones only, itself
-included, and the rest is not read.
-
-On Hopper prefill_gluon.py computes the tiles instead, wherever it can.
+A program computes a tile: queries of one sequence, with all query heads of one KV head (flash
+attention 2, Dao 2023). It reads blocks through the flat block tables of `attention.flatten_tables`.
+If a step has few tiles, they are divided into shares of their keys, and a second kernel joins the
+shares (prefill_tiles.py). With a sliding window a position attends to the last `window` positions
+only, its own included; other keys are not read. On Hopper prefill_gluon.py replaces `_prefill`
+where it supports type, shapes and block size.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ from .prefill_tiles import TILE_KEYS, divide, max_joined, max_tiles
 Int32s = NDArray[np.int32]
 
 LOG2_E = math.log2(math.e)
-_LOWEST = tl.constexpr(-1e30)  # a score that no key has; unlike -inf it can be subtracted from -inf
-_ROWS, _WIDE_ROWS = 64, 128  # of a tile: queries of all heads of a group
-_PROGRAMS, _WIDE_PROGRAMS = 2 * 132, 132  # what an H200 holds at once
+_LOWEST = tl.constexpr(-1e30)  # below the score of any key; unlike -inf, -inf minus it is no NaN
+_ROWS, _WIDE_ROWS = 64, 128  # rows of a tile: queries times the heads of a group
+_PROGRAMS, _WIDE_PROGRAMS = 2 * 132, 132  # resident at once on an H200
 _WIDE_DIMS, _WIDE_BLOCKS = (64, 128), (16, 32, 64)
 _JOINED_ROWS, _JOINED_AT_ONCE = 16, 4
 
 
 class TritonPrefill:
-    """A PrefillPart of `num_heads`, for q of `dtype`; any layer may have a window only if told so.
-    int32 device arrays of a step, rows as `run` is given them:
+    """A PrefillPart with `num_heads` heads, for q of `dtype`. Layers may have a window only if
+    `has_windows`. int32 device arrays of a step, rows counted in the tensors of `run`:
 
     tiles   [tiles, 6] and joined [tiles, 4]: prefill_tiles.divide
     slices  [slices, 4]: first row, query_len, seq_len, first index of its block table
@@ -102,8 +101,9 @@ class TritonPrefill:
     def attend(
         self, qkv: Tensor, layer_pool: Tensor, out: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """`run` but for what `join` does with what this gives. The kernel behind this is let in
-        once all in front has completed: it need not wait to read what this reads."""
+        """`run` without its second kernel; returns the shares for `join`. The next kernel may start
+        once all kernels before this one have completed: it may read what this one reads without
+        waiting."""
         dim, device = out.shape[-1], out.device
         places = (self._num_places, self._kv_heads, self._rows)
         partial = torch.empty((*places, dim), dtype=torch.float32, device=device)
@@ -143,7 +143,7 @@ class TritonPrefill:
         return partial, log_sums
 
     def join(self, shares: tuple[Tensor, Tensor], out: Tensor) -> None:
-        """Add up tiles that were divided."""
+        """Join the shares of tiles that were divided."""
         (partial, log_sums), dim, device = shares, out.shape[-1], out.device
         if not len(self._joined):
             return
@@ -166,8 +166,8 @@ class TritonPrefill:
 
 
 class TritonGraphPrefill(TritonPrefill):
-    """A GraphPrefillPart: its arrays lie in fixed places, and how many tiles there are depends on
-    the graph's number of tokens alone. A tile that a step does not need has no keys.
+    """The PrefillPart of CUDA graphs: its arrays have fixed addresses, and the number of tiles
+    depends on the graph's number of tokens alone. Tiles that a step does not need have no keys.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class TritonGraphPrefill(TritonPrefill):
         self._indices = pool.new_zeros(max_blocks, dtype=torch.int32)
 
     def _max_tiles(self, num_tokens: int) -> int:
-        """Of up to MAX_GRAPH_SLICES slices of so many tokens together."""
+        """The number of tiles for up to MAX_GRAPH_SLICES slices of `num_tokens` tokens in total."""
         return max_tiles(num_tokens, MAX_GRAPH_SLICES, self._tile_queries, self._max_shares)
 
     def _put(self, tiles: Int32s, joined: Int32s, slices: Int32s, indices: Int32s) -> None:
@@ -207,7 +207,7 @@ class TritonGraphPrefill(TritonPrefill):
 
 
 def _wide_kernel(pool: Tensor, dtype: torch.dtype, group: int) -> ModuleType | None:
-    """prefill_gluon.py, if it computes this."""
+    """prefill_gluon.py if it supports this pool, type, group size and device, else None."""
     block_size, dim = pool.shape[4:]
     if dtype != pool.dtype or dtype.itemsize != 2 or group > _WIDE_ROWS:
         return None
@@ -217,12 +217,12 @@ def _wide_kernel(pool: Tensor, dtype: torch.dtype, group: int) -> ModuleType | N
 
 
 def dot_precision(q: Tensor) -> str:
-    """float32 products in full, not in the matrix units' 10 bits of mantissa."""
+    """Input precision of `tl.dot`: full float32, not the 10 mantissa bits of TF32."""
     return "ieee" if q.dtype == torch.float32 else "tf32"
 
 
 def piece_elements(layer_pool: Tensor) -> int:
-    """From one head of a block to the next, [.., block_size, dim]."""
+    """Elements from one head of a block to the next, [.., block_size, dim]."""
     return layer_pool.shape[-2] * layer_pool.shape[-1]
 
 
@@ -255,8 +255,8 @@ def _prefill(
     HAS_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # The plan is there before a step's first kernel begins. One program waits for the kernel in
-    # front whatever it has, so that this kernel ends after that one.
+    # The plan is on the device before a step's first kernel begins. The first program waits for the
+    # previous kernel even if its tile is empty, so that this kernel ends after that one.
     entry, kv_head = tiles + tl.program_id(0) * 6, tl.program_id(1)
     begin, end = tl.load(entry + 2), tl.load(entry + 3)
     is_empty = begin >= end
@@ -323,7 +323,7 @@ def _prefill(
         acc = acc * fade[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         best = larger
-    is_any = total > 0  # not of padding, nor where a share lies outside of what its row sees
+    is_any = total > 0  # false for padding rows and rows that see no key of this share
     sums = tl.where(is_any, total, 1.0)
     result = acc / sums[:, None]
     if tl.load(entry + 5) == 1:
@@ -349,8 +349,8 @@ def join_shares(
     AT_ONCE: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """What the shares from `begin` to `end` of `rows` come to, [rows, dims] in float32: results and
-    logarithms of sums of weights, to base 2, of share i at row + i * stride."""
+    """Join the shares `begin` to `end` of each of `rows`, [rows, dims] float32. The result of share
+    i (in `partial`) and its log2 of the sum of weights (in `log_sums`) are at row + i * stride."""
     best = tl.full((rows.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((rows.shape[0],), tl.float32)
     joined = tl.zeros((rows.shape[0], dims.shape[0]), tl.float32)
@@ -365,7 +365,7 @@ def join_shares(
             other=0.0,
         )
         larger = tl.maximum(best, tl.max(log_sum, axis=1))
-        # As long as all shares lie outside the window there is nothing to weigh them by.
+        # While all shares so far are outside the window, the maximum is -inf: subtract 0 instead.
         finite = tl.where(larger > float("-inf"), larger, 0.0)
         weights = tl.exp2(log_sum - finite[:, None])
         fade = tl.exp2(best - finite)

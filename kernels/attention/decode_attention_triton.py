@@ -3,9 +3,9 @@
     keys of a step:   | seq 0 .......................... | seq 1 .... | seq 2 ........... |
     shares:           |  share 0  |  share 1  |  share 2 |  share 3   | share 4 | share 5 |
 
-A program takes all query heads of one kv head against one share of a sequence's keys; where a
-sequence has several, a second kernel joins them (flash decoding, Dao et al. 2023). Shares are about
-equal over the whole step (decode_shares.py).
+A program computes all query heads of one KV head over one share of a sequence's keys; a second
+kernel joins the shares of sequences that have several (flash decoding, Dao et al. 2023). Shares are
+about equal over the whole step (decode_shares.py).
 """
 
 from __future__ import annotations
@@ -38,27 +38,28 @@ from .attention_8bit_triton import (
 from .attention_triton import LOG2_E, dot_precision, join_shares, piece_elements
 from .decode_shares import TILE_KEYS, divide, max_shares
 
-# A decode's programs are small, so that many of them keep loads in flight on each multiprocessor.
+# Programs are small, so that many of them keep loads in flight on each multiprocessor.
 _WARPS = 2
 _STAGES = 3
-_REGISTERS_8BIT = 128  # of a thread: decode_shares.py reckons with 8 programs at once
-_MANY_HEADS = 2048  # of all sequences
-_FEW_HEADS = 32  # of keys: all shares' programs begin while what is in front runs
-_ALIGNED = 32  # numbers of 4 bytes: kernels take pointers to be multiples of 16 bytes
-# Numbers of a share: what `divide` gives, its table's first index, and how many its sequence has.
+_REGISTERS_8BIT = 128  # per thread: decode_shares.py assumes 8 programs per multiprocessor
+_MANY_HEADS = 2048  # query heads of all sequences
+_FEW_HEADS = 32  # KV heads of all sequences: all programs begin while the previous kernel runs
+_ALIGNED = 32  # int32s: arrays start at multiples; kernels are compiled for 16-byte alignment
+# int32s of a share: the four of `divide`, the first index of its block table, and the number of
+# shares of its sequence.
 _SHARE_SIZE = 8
 _OF_SHARE = tl.constexpr(_SHARE_SIZE)
 
 
 def can_quantise(qkv: Tensor, reader: Fp8Weight) -> bool:
-    """Whether `TritonDecode.run` may quantise for `reader`: a head is a group of its inputs."""
+    """Whether `TritonDecode.run` may quantise for `reader`: each head must be a group of inputs."""
     is_group = qkv.shape[-1] == BLOCK and qkv.dtype == torch.bfloat16
     return is_group and takes_groups(qkv, reader)
 
 
 class TritonDecode:
-    """Attention of at most `max_num_seqs` slices of one to `rows_each` tokens. Those of a slice are
-    the last positions of its sequence, and read its keys once."""
+    """Attention of at most `max_num_seqs` slices of one to `rows_each` tokens. The tokens of a
+    slice are the last positions of its sequence; the keys are read once for all of them."""
 
     def __init__(
         self, pool: Tensor, max_num_seqs: int, max_model_len: int, rows_each: int = 1
@@ -67,12 +68,12 @@ class TritonDecode:
         self._kv_heads, self._block_size = pool.shape[3:5]
         self._is_8bit = is_8bit(pool)
         max_blocks = max_num_seqs * -(-max_model_len // self._block_size)  # no table has more
-        # In a graph each row of padding is a sequence of its own.
+        # In a graph each padding row is a sequence of its own.
         max_num_seqs *= rows_each
         max_blocks += max_num_seqs
         most = max_shares(max_num_seqs, self._kv_heads, is_8bit=self._is_8bit)
-        # Fixed places: a CUDA graph reads them again at every replay. They lie behind each other,
-        # the longest last: a step's plan is one copy.
+        # Fixed addresses, since CUDA graphs read these arrays at every replay. They are contiguous,
+        # the longest last, so that a step's plan is one copy.
         seqs = max_num_seqs + 1
         self._ends = np.cumsum(
             [-(-size // _ALIGNED) * _ALIGNED for size in (seqs,) * 3 + (_SHARE_SIZE * most,)]
@@ -88,8 +89,8 @@ class TritonDecode:
         num_graph_decodes: int | None,
         query_lens: Sequence[int] = (),
     ) -> None:
-        """Prepare a step; in a CUDA graph, one with room for so many tokens of decodes. Slices have
-        one token each unless `query_lens` has other numbers."""
+        """Prepare a step. `num_graph_decodes`: the decode tokens that the step's CUDA graph has
+        room for; None: no graph. Slices have one token each unless `query_lens` is given."""
         n, lens = len(seq_lens), np.array(seq_lens, np.int32)
         self._places = n if num_graph_decodes is None else num_graph_decodes
         tables, indices = join_tables(block_tables)
@@ -97,12 +98,12 @@ class TritonDecode:
         plan = np.zeros(self._ends[-1] + len(indices), np.int32)
         parts = np.split(plan, self._ends)
         starts = np.cumsum([0, *query_lens]) if query_lens else np.arange(n + 1)
-        parts[0][: n + 1] = starts  # behind it they mean nothing
+        parts[0][: n + 1] = starts  # later entries are unused
         parts[1][:n] = lens
         parts[2][: n + 1] = found_indptr
-        parts[2][n + 1 :] = len(found)  # a sequence of no shares
+        parts[2][n + 1 :] = len(found)  # the other sequences have no shares
         shares = parts[3][: _SHARE_SIZE * len(found)].reshape(-1, _SHARE_SIZE)
-        shares[:, :4] = found  # behind them a share of no keys is none
+        shares[:, :4] = found  # the other shares have no keys and are skipped
         shares[:, 4] = tables[found[:, 1]]
         shares[:, 5] = np.diff(found_indptr)[found[:, 1]]
         parts[4][:] = indices
@@ -117,10 +118,10 @@ class TritonDecode:
         *,
         is_behind_prefill: bool = False,
     ) -> None:
-        """q [rows, heads, dim], of which a token's heads lie together; out the same, contiguous, or
-        if `can_quantise` [rows, heads * dim] with a scale for each head. Of a graph as many rows as
-        it has room for; those of no decode are left as they are. Right behind
-        `TritonPrefill.attend` it runs beside that.
+        """q [rows, heads, dim], the heads of a token contiguous; out of the same shape, contiguous,
+        or if `can_quantise` [rows, heads * dim] with a scale for each head. In a graph q and out
+        have as many rows as it has room for; rows of no decode are not written.
+        `is_behind_prefill`: launched right after `TritonPrefill.attend`, to run concurrently.
 
         layer_pool [blocks, 2, kv_heads, block_size, dim], or of 8 bits: see kv_8bit.py.
         """
@@ -137,8 +138,9 @@ class TritonDecode:
         data, scales, room = (
             (out.data, out.scale, out.room) if isinstance(out, Fp8Rows) else (out, out, 0)
         )
-        # Heads of a share run side by side: they read the same blocks, and a block of a layer lies
-        # in a page of memory of its own (heads in the outer place cost 20 % at 64 x 4k).
+        # KV heads are the inner grid dimension: programs of one share run at the same time and read
+        # the same blocks, and each block of a layer is in a memory page of its own (heads as the
+        # outer dimension cost 20 % at 64 x 4k).
         _attend_share[(self._kv_heads, shares)](
             q,
             layer_pool,
@@ -176,7 +178,7 @@ class TritonDecode:
             **({"maxnreg": _REGISTERS_8BIT} if self._is_8bit else {}),
             **launch_options(device),
         )
-        # Many sequences have few shares each, if more than one.
+        # With many sequences, those that have several shares have few.
         has_few = places * heads >= _MANY_HEADS
         heads_each, at_once = (8, 4) if has_few else (1, 32)
         _join_shares[(places, cdiv(heads, heads_each))](
@@ -236,9 +238,9 @@ def _attend_share(
     PDL: tl.constexpr,
 ):
     let_next_in(PDL)
-    # What a step was planned with is there before its first kernel begins: programs without a share
-    # are gone while the kernel in front runs. The first one waits for it whatever it has, so that
-    # this kernel ends after that one, and what is behind may read what both wrote.
+    # The plan is on the device before a step's first kernel begins: programs without a share end
+    # while the previous kernel runs. The first program always waits for the previous kernel: so
+    # this kernel ends after that one, and the next kernel may read the output of both.
     kv_head, entry = tl.program_id(0), shares + tl.program_id(1) * _OF_SHARE
     share, sequence = tl.load(entry), tl.load(entry + 1)
     begin, end = tl.load(entry + 2), tl.load(entry + 3)
@@ -253,7 +255,7 @@ def _attend_share(
         keys = layer_pool + block * block_stride + kv_head * PIECE + positions % BLOCK_SIZE * DIM
         _prefetch(keys, DIM)
         _prefetch(keys + KV_HEADS * PIECE, DIM)
-    if not IS_BEHIND_PREFILL:  # which has let this in once all that this reads was there
+    if not IS_BEHIND_PREFILL:  # the prefill starts this kernel once all of its inputs are written
         wait_for_previous(PDL)
     if is_empty:
         if IS_BEHIND_PREFILL:
@@ -265,7 +267,7 @@ def _attend_share(
         is_row = rows < GROUP
         head = kv_head * GROUP + rows
         row = sequence.to(tl.int64) + tl.zeros_like(rows)
-        place = head  # among a share's results
+        place = head  # index in the results of a share
         if HAS_WINDOW:
             begin = tl.maximum(begin, tl.load(seq_lens + sequence) - window)
     else:
@@ -275,11 +277,12 @@ def _attend_share(
         head = kv_head * GROUP + rows % GROUP
         row = (first_row + rows // GROUP).to(tl.int64)
         place = rows // GROUP * KV_HEADS * GROUP + head
-        # Behind its own position a row sees none of the keys, which are those of later rows.
+        # A row sees no keys after its own position: those belong to later rows (causal mask).
         row_end = tl.load(seq_lens + sequence) - num_rows + 1 + rows // GROUP
         if HAS_WINDOW:
             begin = tl.maximum(begin, tl.min(row_end, axis=0) - window)
-    # Keys and dimensions are the rows of both products: queries would fill half of their tiles.
+    # Keys, then dimensions, are the rows (M) of the two GEMMs: queries would fill half of an MMA
+    # tile.
     queries = tl.load(
         q + row[None, :] * q_stride + head[None, :] * DIM + dims[:, None],
         mask=is_row[None, :] & is_dim[:, None],
@@ -319,7 +322,7 @@ def _attend_share(
                 is_seen &= positions[:, None] >= row_end[None, :] - window
             scores = tl.where(is_seen, scores, float("-inf"))
         larger = tl.maximum(best, tl.max(scores, axis=0) - (HALF_ROOM if IS_8BIT else 0))
-        if ROWS_EACH > 1:  # a row may have seen nothing yet
+        if ROWS_EACH > 1:  # a row may have seen no key yet
             larger = tl.where(larger > float("-inf"), larger, -1e30)
         weights = tl.exp2(scores - larger[None, :])
         fade = tl.exp2(best - larger)
@@ -341,10 +344,10 @@ def _attend_share(
     acc = acc.T
     if IS_8BIT:
         acc = tl.interleave(acc, acc_odd.T)
-    share_sum = tl.where(total > 0, total, 1.0)  # outside the window a share is nothing
+    share_sum = tl.where(total > 0, total, 1.0)  # 0: all keys are outside the window
     result = acc / share_sum[:, None]
     mask = is_row[:, None] & is_dim[None, :]
-    if num_shares == 1:  # the share that is the whole is the result
+    if num_shares == 1:  # nothing to join
         HEADS: tl.constexpr = KV_HEADS * GROUP
         _store(result, out, out_scale, room, row, head, is_row, dims, HEADS, DIM, IS_QUANTISED)
     else:
@@ -358,14 +361,14 @@ def _attend_share(
 
 @triton.jit
 def _end_after_previous(is_first, PDL: tl.constexpr):
-    """What is behind waits for this kernel alone."""
+    """Make this kernel end after the previous one: the next kernel waits for this one alone."""
     if is_first:
         wait_for_previous(PDL)
 
 
 @triton.jit
 def _prefetch(rows, SIZE: tl.constexpr):
-    """Bring the first numbers of each of `rows` into the L2 cache, written already or not."""
+    """Prefetch the first SIZE elements of each of `rows` into L2, already written or not."""
     line: tl.constexpr = 128 * 8 // rows.dtype.element_ty.primitive_bitwidth
     for first in tl.static_range(0, SIZE, line):
         tl.inline_asm_elementwise(
@@ -392,8 +395,8 @@ def _store(
     DIM: tl.constexpr,
     IS_QUANTISED: tl.constexpr,
 ):
-    """values [heads, dims] in float32, of heads `head` of rows `row` [heads]."""
-    if IS_QUANTISED:  # rounded first, as if it were quantised behind
+    """Store values [heads, dims] float32 to heads `head` [heads] of rows `row` [heads]."""
+    if IS_QUANTISED:  # rounded first, as if stored and quantised by a later kernel
         values, one = quantised_groups(values.to(tl.bfloat16).to(tl.float32))
         tl.store(out_scale + head * room + row, one, mask=is_head)
     at = out + (row * HEADS + head)[:, None] * DIM + dims[None, :]

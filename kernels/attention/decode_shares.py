@@ -1,8 +1,9 @@
-"""A step's keys in shares of about equal length: one for each program of a decode's attention.
+"""Divides a step's keys into shares of about equal length, one for each decode attention program.
 
-Equal over the whole step, not per sequence: else one long sequence among short ones would keep a
-few programs busy while all others are done. How many there can be depends on the number of
-sequences alone, so a CUDA graph of so many can replay any step; the shares themselves it reads.
+Shares are equal over the whole step, not per sequence: otherwise one long sequence among short ones
+would keep a few programs busy while all others are done. The maximum number of shares depends on
+the number of sequences alone, so a CUDA graph for that number can replay any step; it reads the
+shares from memory.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 TILE_KEYS = 64
-_PROGRAMS_WANTED = 1320  # twice what an H200 holds at once: uneven shares even out
-# Those of 8 bits are bound by what they compute, too: they are to fill rounds of all that it holds.
+_PROGRAMS_WANTED = 1320  # twice the resident programs of an H200: uneven shares even out
+# Programs over an 8-bit pool are also bound by arithmetic: they should fill whole waves of the GPU.
 _RESIDENT_8BIT = 8 * 132
 _ROUNDS_8BIT = 3
-_SHORT = 4 * TILE_KEYS  # still shorter shares take longer to join than rounds to fill
-_JOINED_AT_ONCE = 4  # of many heads
+_SHORT = 4 * TILE_KEYS  # joining shorter shares costs more than full waves save
+_JOINED_AT_ONCE = 4  # shares, if there are many heads
 
 Int32s = NDArray[Any]
 
 
 def max_shares(num_seqs: int, kv_heads: int, *, is_8bit: bool) -> int:
-    """Of any step with so many sequences."""
+    """The maximum number of shares of any step with `num_seqs` sequences."""
     wanted = -(-(_RESIDENT_8BIT if is_8bit else _PROGRAMS_WANTED) // kv_heads)
     return max(num_seqs + wanted, _ROUNDS_8BIT * wanted if is_8bit else 0)
 
@@ -36,10 +37,10 @@ def divide(
     """Divide the keys of a step: (shares [shares, 4]: place, sequence, first key, end; indptr
     [seqs + 1]).
 
-    Sequence i's shares have the places from indptr[i] to indptr[i + 1]. They are whole tiles but
-    for a sequence's last, those of a sequence equal within a tile, and at most `max_shares` in
-    number. The longest come first: programs begin in this order, and so all end at about the same
-    time; the last ones are short if that needs no more shares than a step may have.
+    Sequence i's shares have the places from indptr[i] to indptr[i + 1]. A share is whole tiles
+    except the last of a sequence; shares of a sequence have equal lengths within a tile; there are
+    at most `max_shares`. The longest come first: programs begin in this order, so that all end at
+    about the same time. The last shares are short if `max_shares` allows.
     """
     if not len(seq_lens):
         return np.empty((0, 4), np.int32), np.zeros(1, np.int32)
@@ -50,7 +51,7 @@ def divide(
         most = max(most, min(_SHORT, -(-total * kv_heads // _RESIDENT_8BIT)))
     most = max(TILE_KEYS, most)
     counts = -(-lens // most)
-    sizes = -(-lens // counts // TILE_KEYS) * TILE_KEYS  # rounding up may leave a share over
+    sizes = -(-lens // counts // TILE_KEYS) * TILE_KEYS  # rounding up may save a share
     counts = -(-lens // sizes)
     room = max_shares(len(lens), kv_heads, is_8bit=is_8bit) - int(counts.sum())
     _cut_last(lens, counts, sizes, room)
@@ -65,9 +66,9 @@ def divide(
 
 
 def _cut_last(lens: NDArray[Any], counts: NDArray[Any], sizes: NDArray[Any], room: int) -> None:
-    """Divide the sequences with the shortest shares once more, in place, into `room` more shares at
-    most. What is joined in one go stays so, and shares of very different lengths stay as they are:
-    the last are short."""
+    """Divide the sequences with the shortest shares again, in place, into at most `room` more
+    shares in total, and at most _JOINED_AT_ONCE for each sequence. If share lengths differ by a
+    factor of 2 or more, the last ones are short already and nothing changes."""
     if 2 * sizes.min() <= sizes.max():
         return
     pieces = np.minimum(lens // _SHORT, _JOINED_AT_ONCE)

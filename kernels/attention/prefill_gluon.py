@@ -1,13 +1,13 @@
-"""Paged prefill attention on Hopper, beside the decodes of a step: floats of 2 bytes, no windows.
+"""Paged prefill attention on Hopper, concurrent with decodes: 2-byte floats, no windows.
 
     a warp       keys ─TMA─► a slot of the ring, values ─TMA─► the next one, as slots become empty
     four warps   rows 0 to 63 of a tile: queries x keys ─► weights x values, by wgmma
     four more    rows 64 to 127 likewise
 
-The two groups of four keep no step with each other: while one weighs scores the other one has the
-matrix units. There is one program for each multiprocessor, which goes from tile to tile and leaves
-room for programs of the decodes' attention, which have the memory. Tiles, and their shares of keys,
-are those of prefill_tiles.py.
+The two warp groups are not synchronised: while one computes softmax, the other uses the tensor
+cores. One persistent program per multiprocessor loops over the tiles and leaves room for programs
+of decode attention, which use the memory bandwidth. Tiles and their shares of keys are those of
+prefill_tiles.py.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ..launched import launched, num_multiprocessors
 from ..products.fp8_streamed_gluon import _view
 from ..products.streamed_product_gluon import _ask
 
-_ROWS, _KEYS = gl.constexpr(64), gl.constexpr(64)  # of a warp group, of a slot
-_COLUMNS = gl.constexpr(64)  # of a head's dimensions: what the shared memory's layout swizzles
+_ROWS, _KEYS = gl.constexpr(64), gl.constexpr(64)  # per warp group, per slot
+_COLUMNS = gl.constexpr(64)  # head dimensions in a row of the swizzled shared memory layout
 _SLOTS = 4
 _WARPS = 4
-# Of a thread at launch, of 12 warps: two programs of the decodes fit beside them. With 128 there
-# is one, and 64 decodes beside 256 tokens behind 8192 take 214 us instead of 198.
+# Per thread at launch, of 12 warps: two decode programs fit beside them. With 128 registers one
+# fits, and 64 decodes beside 256 prefill tokens after a context of 8192 take 214 us instead of 198.
 _REGISTERS = 104
 _PRODUCER_REGISTERS = gl.constexpr(24)
 _CONSUMER_REGISTERS = gl.constexpr(144)
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # as of old
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its older name
 
 
 def attend(
@@ -54,7 +54,7 @@ def attend(
     log_sums: Tensor,
     scale: float,
 ) -> None:
-    """As `attention_triton._prefill` with tiles of 128 rows: q [tokens, all heads, dim], out
+    """`attention_triton._prefill` with tiles of 128 rows: q [tokens, all heads, dim], out
     [tokens, heads, dim], layer_pool [blocks, 2, kv_heads, block_size, dim], dim 64 or 128."""
     _, _, kv_heads, block_size, dim = layer_pool.shape
     _attend_tiles[(num_multiprocessors(q.device),)](
@@ -82,8 +82,8 @@ def attend(
 
 
 def _pages(layer_pool: Tensor) -> TensorDescriptor:
-    """The keys and values from this layer's first ones on, row by row, for the copy engine of a
-    multiprocessor (TMA): it takes some columns of a block's head at once."""
+    """TMA descriptor of the layer's keys and values as rows [rows, dim], from the layer's first row
+    on; a copy reads _COLUMNS columns of one head of a block."""
     num_blocks, _, kv_heads, block_size, dim = layer_pool.shape
     num_rows = (num_blocks - 1) * layer_pool.stride(0) // dim + 2 * kv_heads * block_size
     rows = torch.as_strided(layer_pool, (num_rows, dim), (dim, 1))
@@ -100,12 +100,12 @@ def _fill(
     pages, tiles, slices, indices, ring, full, empty, num_tiles, block_rows,
     KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One warp: have slot after slot filled, as they become empty."""
+    """The producer warp: fill the ring's slots as they become empty."""
     SLOTS: gl.constexpr = full.shape[0]
     BLOCKS: gl.constexpr = _KEYS // BLOCK_SIZE
     boxes = _view(ring, pages.dtype, [SLOTS * PARTS * BLOCKS, BLOCK_SIZE, _COLUMNS], pages.layout)
     wait_for_previous(PDL)
-    let_next_in(PDL)  # the decodes' attention behind this need not wait: see attention_gpu.py
+    let_next_in(PDL)  # decode attention, launched next, need not wait: see attention_gpu.py
     index = 0
     for item in range(gl.program_id(0), num_tiles * KV_HEADS, gl.num_programs(0)):
         entry = tiles + item // KV_HEADS * 6
@@ -130,7 +130,7 @@ def _fill(
 
 @gluon.jit
 def _clear(values, num_keys):
-    """Rows from `num_keys` on: they have no weight, but 0 times a NaN is one."""
+    """Zero the rows from `num_keys` on: their weights are 0, but 0 times NaN is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     is_key = gl.arange(0, _KEYS, gl.SliceLayout(1, layout)) < num_keys
     found = values.load(layout)
@@ -143,7 +143,7 @@ def _attend(
     GROUP_OF_WARPS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     PARTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: one half of the rows of tile after tile."""
+    """A consumer warp group: compute one half of the rows of each tile."""
     SLOTS: gl.constexpr = full.shape[0]
     TILE_ROWS: gl.constexpr = 2 * _ROWS
     DIM: gl.constexpr = PARTS * _COLUMNS
@@ -156,7 +156,7 @@ def _attend(
     rows = GROUP_OF_WARPS * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
     q_rows = GROUP_OF_WARPS * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, loaded))
     q_columns = gl.arange(0, _COLUMNS, gl.SliceLayout(0, loaded))
-    wait_for_previous(PDL)  # these warps read what other kernels wrote, too
+    wait_for_previous(PDL)  # these warps also read the output of earlier kernels
     index = 0
     for item in range(gl.program_id(0), num_tiles * KV_HEADS, gl.num_programs(0)):
         entry = tiles + item // KV_HEADS * 6
@@ -181,11 +181,11 @@ def _attend(
             _barrier()
             queries = first_query + rows // GROUP
             positions = first_position + queries
-            all_see = gl.minimum(first_position + first_query + 1, end)  # so many keys
+            all_see = gl.minimum(first_position + first_query + 1, end)  # keys that all rows see
             best = gl.full((_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, layout))
             total = gl.zeros((_ROWS,), gl.float32, gl.SliceLayout(1, layout))
             sums = zeros
-            other_sums = zeros  # of the second 64 dimensions, if there are any
+            other_sums = zeros  # of the second 64 dimensions if dim is 128
             for first in range(begin, end, _KEYS):
                 slot = index % SLOTS
                 mbarrier.wait(full.index(slot), index // SLOTS & 1)
@@ -228,7 +228,7 @@ def _attend(
                     sums = warpgroup_mma_wait(0, deps=(sums,))
                 mbarrier.arrive(empty.index(slot), count=1)
                 index += 2
-            is_any = total > 0  # not of padding, nor where a row sees nothing of a share
+            is_any = total > 0  # false for padding rows and rows that see no key of this share
             divisor = gl.where(is_any, total, 1.0)
             sums = sums / divisor[:, None]
             other_sums = other_sums / divisor[:, None]

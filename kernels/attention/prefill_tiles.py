@@ -1,8 +1,8 @@
-"""A step's prompts in tiles of queries, and where these are few in shares of their keys.
+"""Divides a step's prompts into tiles of queries, and few tiles into shares of their keys.
 
-Few tiles, as of a chat's next message behind a long context, would keep few multiprocessors busy.
-How many tiles and shares there can be depends on the number of tokens alone, so a CUDA graph of so
-many can replay any step; the tiles themselves it reads.
+Few tiles, as for a chat's next message after a long context, would keep few multiprocessors busy.
+The maximum number of tiles and shares depends on the number of tokens alone, so a CUDA graph for
+that number can replay any step; it reads the tiles from memory.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 TILE_KEYS = 64
-_LEAST_SHARE = 4 * TILE_KEYS  # keys; still shorter shares take longer to join than to compute
+_LEAST_SHARE = 4 * TILE_KEYS  # keys; shorter shares take longer to join than to compute
 
 Int32s = NDArray[Any]
 
 
 def max_tiles(num_queries: int, num_slices: int, tile_queries: int, max_shares: int) -> int:
-    """Shares of tiles of any step with so many queries, in so many slices at most."""
+    """The maximum number of tiles, counting shares, of any step with `num_queries` queries in at
+    most `num_slices` slices."""
     return max(num_queries // tile_queries + num_slices, max_shares)
 
 
 def max_joined(max_shares: int) -> int:
-    """Tiles of any step that have several shares."""
+    """The maximum number of tiles with several shares in any step."""
     return max_shares // 2
 
 
@@ -36,11 +37,11 @@ def divide(
     """Divide the queries of a step, and their keys: (tiles [tiles, 6]: slice, first query, first
     key, end, place, shares; joined [tiles, 4]: slice, first query, first place, shares).
 
-    Where tiles are divided there are at most `max_shares`: what a GPU computes at once.
+    If tiles are divided there are at most `max_shares` shares: what a GPU runs at once.
 
-    A query sees the keys up to its own. The `place` of a tile's share is among those of all tiles
-    that have several shares, which are `joined`. The tiles of a slice that see the most keys come
-    first: others would wait for them.
+    A query sees the keys up to its own. `place` is a share's index among the shares of all tiles
+    that have several; those tiles are in `joined`. Within a slice the tiles that see the most keys
+    come first, so that they do not finish last.
     """
     found = [
         (index, first, keys - length + min(first + tile_queries, length))
@@ -54,7 +55,7 @@ def divide(
             tiles += (index, first, 0, end, 0, 1)
             continue
         size = -(-end // -(-end // most) // TILE_KEYS) * TILE_KEYS
-        count = -(-end // size)  # rounding up may leave a share over
+        count = -(-end // size)  # rounding up may save a share
         joined += (index, first, place, count)
         for begin in range(0, end, size):
             tiles += (index, first, begin, min(begin + size, end), place, count)
@@ -63,8 +64,8 @@ def divide(
 
 
 def _longest_share(ends: Sequence[int], max_shares: int) -> int | None:
-    """The fewest keys that shares of the tiles need to have, so that there are at most so many;
-    None if tiles alone are as many."""
+    """The least share length in keys at which all tiles together have at most `max_shares` shares;
+    None if there are already `max_shares` tiles."""
     if len(ends) >= max_shares:
         return None
     lengths = range(_LEAST_SHARE, max(*ends, _LEAST_SHARE) + TILE_KEYS, TILE_KEYS)

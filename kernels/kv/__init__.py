@@ -1,1 +1,1 @@
-"""KV blocks: rotate, store, move."""
+"""KV blocks: rotate, store and copy keys and values."""

@@ -1,4 +1,4 @@
-"""Norm, rotate, store and copy keys and values in plain torch: the reference of the GPU kernels.
+"""Normalise, rotate, store and copy keys and values in plain torch: reference of the GPU kernels.
 
     pool [num_blocks, num_layers, 2, kv_heads, block_size, dim], or of 8 bits: see kv_8bit.py
     slot = block_id * block_size + offset in the block
@@ -51,7 +51,7 @@ def norm_heads(x: Tensor, kv_heads: int, norms: HeadNorms) -> Tensor:
     """Apply `norms` to q and k: x [tokens, heads + kv_heads, dim] -> the same shape, contiguous."""
 
     def normed(heads: Tensor, weight: Tensor) -> Tensor:
-        # Over contiguous rows: the order of summation, and so the rounding, may depend on it.
+        # Over contiguous rows: the order of summation, and so the rounding, may depend on strides.
         flat = F.rms_norm(heads.reshape(-1, heads.shape[-1]), weight.shape, weight, norms.eps)
         return flat.view(heads.shape)
 
@@ -63,7 +63,7 @@ def store_kv(
     pool: Tensor, layer: int, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor
 ) -> None:
     """Write one layer's k and v [tokens, kv_heads, dim] to their slots: blocks [tokens] and offsets
-    [tokens], int64. For a pool of 8 bits see kv_8bit.store_kv_8bit."""
+    [tokens], int64. For an 8-bit pool see kv_8bit.store_kv_8bit."""
     layer_pool = pool[:, layer]
     layer_pool[blocks, 0, :, offsets] = k
     layer_pool[blocks, 1, :, offsets] = v
@@ -81,8 +81,8 @@ def block_rows(pool: Tensor, block_ids: Tensor) -> Tensor:
     """Row indices of blocks in `pool.view(-1, block_size, dim)`.
 
     block_ids [n] -> [num_layers, 2 * kv_heads * n]: for each layer its K and V head by head, so
-    that one gather of rows gives [2, kv_heads, n * block_size, dim] contiguously. In a pool of 8
-    bits dim is the bytes of a token's values and scale.
+    that one gather of rows gives [2, kv_heads, n * block_size, dim] contiguously. In an 8-bit pool
+    dim is the number of bytes of a token's values and scale.
     """
     _, num_layers, _, kv_heads, _, _ = pool.shape
     pieces = torch.arange(num_layers * 2 * kv_heads, device=pool.device)

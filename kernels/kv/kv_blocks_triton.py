@@ -1,10 +1,9 @@
-"""KV blocks in Triton: rotating q and k in place and storing k and v into the paged pool, in one
-kernel (the reference is kv_blocks.py), and pulling blocks out of a peer's memory, whole or some of
-their heads.
+"""KV blocks in Triton: rotate q and k in place and store k and v to the paged pool, in one kernel
+(reference: kv_blocks.py), and pull blocks, or some of their heads, from a peer's memory.
 
-A block of all layers is one contiguous piece, so pulls are plain copies of words: as fast as the
-memory, whatever the layout inside a block. Some heads are a piece of each of its rows: a layer's K
-or V with all heads.
+A block is contiguous over all layers, so pulling whole blocks is a plain copy of words, independent
+of the layout inside a block. To pull some heads, a part of each row of a block is copied; a row is
+the K or V of one layer with all heads.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ from .kv_8bit import LARGEST, SMALLEST
 from .kv_blocks import HeadNorms
 
 _CHUNK_WORDS = 4096
-# Of 8192 words each, 32 programs fill NVLink (370 of 372 GB/s); with them a step in progress loses
-# the fewest multiprocessors.
+# 32 programs with chunks of 8192 words saturate NVLink (370 of 372 GB/s) and take the fewest
+# multiprocessors from a step in progress.
 _PULL_PROGRAMS, _PULL_WORDS = 32, 8192
-# One kernel wherever ids lie and however many there are: none is compiled in the midst of serving.
+# Kernels are not specialised on the alignment of ids, nor on their number: none is compiled while
+# serving.
 _IDS = ["source_ids", "block_ids"]
 
 
@@ -35,9 +35,9 @@ def pull_blocks(
 ) -> None:
     """Copy blocks of a pool at `source_address`, laid out like `pool`, to `block_ids` of `pool`.
 
-    The address is one that the pool's device can read: peer memory, mapped. It is aligned to 16
-    bytes. source_ids, block_ids [n] int64 on the pool's device; a block may be written twice if it
-    gets the same.
+    The address is mapped peer memory, readable from the pool's device and aligned to 16 bytes.
+    source_ids, block_ids [n] int64 on the pool's device; a block may be a target twice if both
+    sources have the same content.
     """
     target = _words(pool)
     num_words = target.shape[1]
@@ -66,10 +66,11 @@ def pull_heads(
     *,
     layers: tuple[int, int, int, int] | None = None,
 ) -> None:
-    """Copy `num_heads` KV heads of blocks, from a pool at `source_address` that has `source_heads`.
+    """Copy `num_heads` KV heads of blocks from a pool of `source_heads` at `source_address`.
 
-    Those from `source_head` on go to those from `my_head` on. Address and ids as for `pull_blocks`.
-    `layers`: of how many there, the first of them there and here, and how many; None: all.
+    Heads from `source_head` on go to heads from `my_head` on. Address and ids as for `pull_blocks`.
+    `layers`: (layers of the source pool, first layer there, first layer here, layers to copy);
+    None: all layers.
     """
     _, my_layers, _, my_heads, block_size, dim = pool.shape
     source_layers, source_layer, my_layer, num_layers = layers or (my_layers, 0, 0, my_layers)
@@ -101,13 +102,13 @@ def pull_heads(
 
 
 def _words(blocks: Tensor) -> Tensor:
-    """[n, words of 8 bytes], or of 4 or 2 where a block is no multiple of that."""
+    """Blocks as [n, words], of the widest words that a block consists of: see `_word`."""
     flat = blocks.view(len(blocks), -1).view(torch.uint8)
     return flat.view(_word(flat.shape[1]))
 
 
 def _word(num_bytes: int) -> torch.dtype:
-    """The widest word that pieces of so many bytes consist of."""
+    """The widest integer type of which `num_bytes` is a multiple."""
     for dtype in (torch.int64, torch.int32, torch.int16):
         if num_bytes % dtype.itemsize == 0:
             return dtype
@@ -119,7 +120,7 @@ def _word(num_bytes: int) -> torch.dtype:
 def _pull_words(
     source_address, target, source_ids, block_ids, num_words, num_chunks, CHUNK: tl.constexpr
 ):
-    """Few programs take chunk after chunk: the copy is bound by the link, not by processors."""
+    """A few programs loop over all chunks: the copy is bound by the link, not by processors."""
     source = tl.cast(source_address, tl.int64).to(target.dtype)
     source = tl.multiple_of(source, 16)
     chunks_per_block = tl.cdiv(num_words, CHUNK)
@@ -151,7 +152,7 @@ def _pull_rows(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """As `_pull_words`, tile after tile of [rows, words of a row's piece]."""
+    """Like `_pull_words`, in tiles [rows, words of the copied part of a row]."""
     source = tl.cast(source_address, tl.int64).to(target.dtype)
     source = tl.multiple_of(source, 16)
     tiles_across = tl.cdiv(width, COLUMNS)
@@ -181,11 +182,11 @@ def rotate_and_store(
     layer_pool: Tensor,
     slot_mapping: Tensor,
 ) -> None:
-    """Norms, if told to, and rotates q and k where they lie; k and v go to the slots [tokens],
-    int64, too.
+    """Normalise q and k if `norms` is given and rotate them, in place; store k and v to the slots
+    `slot_mapping` [tokens] int64.
 
     qkv [tokens, heads + 2 kv_heads, dim] contiguous, rope from `kv_blocks.rope_angles`, layer_pool
-    [num_blocks, 2, kv_heads, block_size, dim]: one layer of the pool, perhaps of 8 bits.
+    [num_blocks, 2, kv_heads, block_size, dim]: one layer of the pool, or of an 8-bit pool.
     """
     num_tokens, all_heads, dim = qkv.shape
     _, _, kv_heads, block_size, width = layer_pool.shape
@@ -297,7 +298,7 @@ def _rotate_and_store(
 
 @triton.jit
 def _quantized(first, second, LARGEST: tl.constexpr):
-    """Both halves of each row in units of its scale, and the scales [rows, 1]: kv_8bit.quantize."""
+    """Both halves of each row divided by its scale, and the scales [rows, 1]: kv_8bit.quantize."""
     first, second = first.to(tl.float32), second.to(tl.float32)
     most = tl.maximum(tl.abs(first), tl.abs(second))
     is_finite = (tl.abs(first) < _INFINITY) & (tl.abs(second) < _INFINITY)
@@ -306,6 +307,6 @@ def _quantized(first, second, LARGEST: tl.constexpr):
     factor = tl.div_rn(tl.full(bounded.shape, LARGEST, tl.float32), bounded)
     scale = tl.where(most < _INFINITY, bounded * (1 / LARGEST), float("nan"))
     first, second = first * factor, second * factor
-    if LARGEST < 128:  # int8: added and taken away, this rounds to whole numbers, to even ones
+    if LARGEST < 128:  # int8: adding and subtracting this rounds to integers, ties to even
         first, second = (first + _ROUNDING) - _ROUNDING, (second + _ROUNDING) - _ROUNDING
     return first, second, scale

@@ -1,1 +1,1 @@
-"""Norms, activations, and the set of operations that a device fills."""
+"""Norms, activations, and the interface of the operations that each device implements."""

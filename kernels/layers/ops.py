@@ -22,13 +22,14 @@ from ..products.weights import (
 
 
 class Ops:
-    """All tensors are contiguous, [tokens, ...], and of the model's type.
+    """Operations in plain torch. All tensors are contiguous, [tokens, ...], of the model's type.
 
-    `reader`: the FP8 weight of the only product that reads a result, which may be quantised for it.
+    `reader`: the FP8 weight of the only product that reads a result; the result may be quantised
+    for it.
     """
 
     def linear(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
-        """x @ weight^T + bias; weight [outputs, inputs]. For an FP8 weight x is quantised too."""
+        """x @ weight^T + bias; weight [outputs, inputs]. For an FP8 weight, x is quantised too."""
         if isinstance(weight, Tensor):
             assert isinstance(x, Tensor)
             return _product(x, weight, bias)
@@ -42,7 +43,7 @@ class Ops:
     def summand(
         self, x: Activations, weight: Weight, bias: Tensor | None
     ) -> Tensor | Unscaled | Summands:
-        """`linear`, in a form that only `add_rms_norm` reads."""
+        """`linear`; the result may have a form that only `add_rms_norm` reads."""
         return self.linear(x, weight, bias)
 
     def gated_linear(
@@ -52,7 +53,7 @@ class Ops:
         bias: Tensor | None,
         reader: Fp8Weight | None = None,
     ) -> Activations:
-        """`silu_and_mul` of `linear`."""
+        """`silu_and_mul` of the result of `linear`."""
         return silu_and_mul(self.linear(x, weight, bias))
 
     def rms_norm(
@@ -81,8 +82,8 @@ class Ops:
 
         Computes one expert after the other, over the tokens that chose it.
         """
-        # BLAS sums few outputs in an order that depends on the number of rows. Rounded from
-        # float64, a row's logits do not depend on it.
+        # For few outputs, the order in which BLAS sums depends on the number of rows. Computed in
+        # float64 and rounded, a row's logits do not.
         logits = F.linear(x.double(), mixture.router.double()).float()
         weights, chosen = choose_experts(logits, mixture)
         weights = weights.to(x.dtype)
@@ -102,13 +103,14 @@ class Ops:
     def experts_summand(
         self, x: Tensor, mixture: Mixture, loads: LayerLoads | None
     ) -> Tensor | Summands:
-        """`experts` on a rank that has all of them, in a form that only `add_rms_norm` reads."""
+        """`experts` on a rank that has all experts; the result may have a form that only
+        `add_rms_norm` reads."""
         return self.experts(x, mixture, loads)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear. A single row is computed as two: BLAS has another routine for one row, which rounds
-    differently, and a decode alone must give bit for bit what it gives in a batch."""
+    """F.linear, with a single row computed as two: BLAS has another routine for one row, which
+    rounds differently, and a decode must have the same bits alone as in a batch."""
     if len(x) == 1:
         return F.linear(x.expand(2, -1), weight, bias)[:1]
     return F.linear(x, weight, bias)

@@ -1,7 +1,7 @@
-"""`ops.Ops` for GPUs: Triton where fusing or few rows pay, cuBLAS for all other products.
+"""`ops.Ops` for GPUs: our own kernels where fusion pays or rows are few, cuBLAS for other products.
 
-The products are in products/, the kernels of norms and of the gated activation here. For weights in
-FP8 norms and activations quantise what they compute.
+The products (GEMMs) are in products/, the kernels of norms and of the gated activation are here. If
+the next product has FP8 weights, norms and activations quantise their results.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _streamed(device: torch.device) -> ModuleType | None:
 def send_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, exchange: Exchange, *, in_parts: bool
 ) -> bool:
-    """`streamed_product_gluon.send_streamed_product`; False if that is not how `TritonOps.linear`
-    computes this product."""
+    """`streamed_product_gluon.send_streamed_product`; False, with nothing launched, if
+    `TritonOps.linear` does not compute this product by the streamed kernel."""
     stages = choose_stages(x, weight, is_gated=False)
     if stages is None or (streamed := _streamed(x.device)) is None:
         return False
@@ -202,8 +202,8 @@ def _add_rms_norm(
     eps,
     WAY: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    HAS_SCALES: tl.constexpr,  # of_rows and of_outputs are x's
-    SUMMANDS: tl.constexpr,  # rows of x for each other
+    HAS_SCALES: tl.constexpr,  # x is unscaled; of_rows and of_outputs are its scales
+    SUMMANDS: tl.constexpr,  # rows of x per row of the result
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):

@@ -1,8 +1,8 @@
-"""Activations to FP8 in Triton: of a norm, of a gated activation, or as they are.
+"""Quantises activations to FP8 in Triton: after a norm, after a gated activation, or as they are.
 
-A row is quantised by its largest number, or each 128 of it by theirs (BlockScaled, and few rows for
-RowScaled): see products/weights.py. What is quantised has been rounded to the type of the model, as
-if it had been stored: fused or not, the numbers are the same.
+The scale of a row is from its largest absolute value, or each group of 128 has a scale of its own
+(BlockScaled, and few rows for RowScaled): see products/weights.py. Values are first rounded to the
+model's type, as if they had been stored: fused or not, results are the same.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _BY_ROW, _BY_GROUP = 1, 2
 _LARGEST = tl.constexpr(FP8_MAX)
 _LEAST = tl.constexpr(LEAST_MAXIMUM)
 _GROUP = tl.constexpr(BLOCK)
-_COLUMNS = 1024  # of a program that quantises by group
+_COLUMNS = 1024  # per program that quantises by group
 
 
 def empty_quantised(x: Tensor, weight: Fp8Weight) -> tuple[Fp8Rows, int]:
-    """Uninitialised, for x [rows, ..] quantised for `weight`; and WAY of `store_quantised`."""
+    """Uninitialised memory for x [rows, ..] quantised for `weight`; and the WAY of
+    `store_quantised`."""
     in_groups = takes_groups(x, weight)
     out = Fp8Rows.empty(len(x), weight, x, in_groups=in_groups)
     return out, _BY_GROUP if in_groups else _BY_ROW
@@ -37,7 +38,7 @@ def quantise(x: Tensor, weight: Fp8Weight) -> Fp8Rows:
 
 
 def silu_and_mul_quantised(gate_up: Tensor, weight: Fp8Weight) -> Fp8Rows:
-    """The same of `ops.silu_and_mul`: contiguous [rows, 2 * inputs]."""
+    """`quantise` of `ops.silu_and_mul` of gate_up, contiguous [rows, 2 * inputs]."""
     return _launch(gate_up, weight, gate_up.shape[1] // 2, is_gated=True)
 
 
@@ -65,8 +66,8 @@ def _launch(x: Tensor, weight: Fp8Weight, dim: int, *, is_gated: bool) -> Fp8Row
 def store_quantised(
     value, out, scale, row, first, dim, room, WAY: tl.constexpr, COLS: tl.constexpr
 ):
-    """value [COLS] in float32, zeros behind `dim`: columns from `first` on of a row, which is all
-    that there is of it if WAY is _BY_ROW."""
+    """Quantise and store value [COLS] float32: the columns of a row from `first` on, zeros beyond
+    `dim`. If WAY is _BY_ROW, they are the whole row."""
     cols = first + tl.arange(0, COLS)
     at = out + row.to(tl.int64) * dim + cols
     if WAY == 1:

@@ -1,1 +1,1 @@
-"""LoRA: what the adapters of a step add to products with weights."""
+"""LoRA: adds a step's adapters to the products with the model's weights."""

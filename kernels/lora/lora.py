@@ -1,12 +1,12 @@
-"""What low-rank adapters (LoRA, Hu et al. 2021) add to a product: y += (x A^T) B^T, by row, each of
-which has its own or none. In plain torch: it serves CPUs and is the reference of lora_triton.py.
+"""Adds low-rank adapters (LoRA, Hu et al. 2021) to a product: y += (x A^T) B^T; each row of y has
+an adapter of its own or none. Plain torch: the CPU backend and the reference of lora_triton.py.
 
-    bank   [slots, max rank, row size]: all of an adapter is one piece, of rank r its first r rows
+    bank   [slots, max rank, row size]: an adapter is contiguous; one of rank r fills r rows
 
            row i | A[i] of q, k, v | B[:, i] of q, k, v | A[i] of o | B[:, i] of o | ...
-                   └─ Place.inputs_at  └─ outputs_at       the next layers behind
+                   └─ Place.inputs_at  └─ outputs_at       then the next layers
 
-B has the adapter's scaling in it. Knows no file and no request.
+B includes the adapter's scaling. Knows no file and no request.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..layers.ops import silu_and_mul
 
 Int32s = NDArray[np.int32]
 
-BLOCK_ROWS = 16  # of one adapter, that a program of the kernels works on
+BLOCK_ROWS = 16  # rows of one adapter per program of the kernels
 NO_SLOT = -1
 
 
 class Place(NamedTuple):
-    """Where a product's adapters are in the rows of a bank: projections of the same `num_inputs`,
-    whose numbers of outputs are `parts`."""
+    """Where a product's adapters are in the rows of a bank. The product consists of projections of
+    the same `num_inputs`; `parts` are their numbers of outputs."""
 
     inputs_at: int
     outputs_at: int
@@ -38,12 +38,12 @@ class Place(NamedTuple):
 
 
 class AddsAdapters(Protocol):
-    """Computes what a step's adapters add to products."""
+    """Adds a step's adapters to products."""
 
     def set_rank(self, slot: int, rank: int) -> None: ...
 
     def plan(self, slots: Int32s) -> None:
-        """The next step's adapters: of each row, NO_SLOT for none."""
+        """Set the next step's adapters: the slot of each row, NO_SLOT for none."""
         ...
 
     def shrink(self, x: Tensor, place: Place) -> Tensor:
@@ -55,18 +55,18 @@ class AddsAdapters(Protocol):
         ...
 
     def expand_gated(self, y: Tensor, shrunk: Tensor, place: Place) -> Tensor:
-        """`ops.silu_and_mul` of the same; y may be changed."""
+        """`ops.silu_and_mul` of the result of `expand`; y may be overwritten."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroups:
-    """Rows by adapter, in blocks of BLOCK_ROWS at most, as kernels read it.
+    """Rows grouped by adapter, in blocks of at most BLOCK_ROWS, as the kernels read them.
 
-        rows [rows]          those without one, then slot by slot
+        rows [rows]          rows without an adapter, then slot by slot
         blocks [3, blocks]   slot, first, end in `rows`; unused blocks are empty, of NO_SLOT
 
-    As many blocks for so many rows and slots, whatever adapters they have: a CUDA graph's grid.
+    The number of blocks depends on the numbers of rows and slots alone: a CUDA graph's grid.
     """
 
     rows: Int32s
@@ -74,7 +74,7 @@ class RowGroups:
 
     @classmethod
     def of(cls, slots: Int32s, num_slots: int) -> RowGroups:
-        """`slots` [rows]: of each row, NO_SLOT for none."""
+        """`slots` [rows]: the adapter slot of each row, NO_SLOT for none."""
         order = np.argsort(slots, kind="stable").astype(np.int32)
         blocks = np.zeros((3, num_blocks(len(slots), num_slots)), np.int32)
         blocks[0] = NO_SLOT
@@ -89,14 +89,14 @@ class RowGroups:
 
 
 def num_blocks(num_rows: int, num_slots: int) -> int:
-    """That so many rows can have at most."""
+    """The maximum number of blocks of `num_rows` rows."""
     return min(num_rows, -(-num_rows // BLOCK_ROWS) + num_slots + 1)
 
 
 class TorchAdapters:
-    """`AddsAdapters` of a CPU, adapter by adapter.
+    """`AddsAdapters` on a CPU, adapter by adapter.
 
-    Sums in float64: BLAS sums in an order that depends on the number of rows, and a row's result
+    Sums in float64: the order in which BLAS sums depends on the number of rows, and a row's result
     must not.
     """
 
@@ -115,7 +115,7 @@ class TorchAdapters:
         self._groups = [(slot, torch.from_numpy(np.flatnonzero(slots == slot))) for slot in found]
 
     def shrink(self, x: Tensor, place: Place) -> Tensor:
-        """[rows, projections, max rank], in float64."""
+        """Returns [rows, projections, max rank] float64."""
         count, max_rank = len(place.parts), self._bank.shape[1]
         shrunk = torch.zeros(len(x), count, max_rank, dtype=torch.float64)
         end = place.inputs_at + count * place.num_inputs

@@ -1,16 +1,16 @@
-"""Triton kernels of `lora.AddsAdapters`: shrink, x A^T in parts of the inputs, and expand, which
-multiplies that by B^T and adds it to y.
+"""Triton kernels of `lora.AddsAdapters`: shrink computes x A^T, split over parts of the inputs, and
+expand multiplies the result by B^T and adds it to y.
 
     shrink   (block of rows, part of the inputs, projection)   ─► [parts, rows, projections, rank]
     expand   (block of rows, tile of outputs, projection)      sums the parts, adds to y in place;
-             of gate and up both at once, with what follows: silu(gate) * up
+             gate and up: both in one program, which then computes silu(gate) * up
 
-A block is of rows of one adapter or of none, so that its weights are read once for up to 16 rows.
-Which rows that are is read from fixed memory inside: a CUDA graph is replayed over any mixture.
-Sums are in float32 and in a fixed order.
+The rows of a block have the same adapter or none, so its weights are read once for up to 16 rows.
+Kernels read the rows of each block from a fixed address: a CUDA graph can be replayed with any
+mixture of adapters. Sums are in float32 and in a fixed order.
 
-Shrink is launched right behind the product and runs beside it (dependent_launch.py); B is in the
-registers of expand before both have ended.
+Shrink is launched right after the product with the weights and runs concurrently with it
+(dependent_launch.py); expand has loaded B into registers before both have ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..upload import upload_into
 from .lora import BLOCK_ROWS, Int32s, Place, RowGroups, num_blocks
 
 _PART_INPUTS = 1024
-_TILE_WEIGHTS = 4096  # of a step of shrink: so few that it finds room beside a product
+_TILE_WEIGHTS = 4096  # per iteration of shrink: few enough to be resident beside a product
 _TILE_OUTPUTS = 64
 _SHRINK_WARPS, _EXPAND_WARPS = 2, 1
 
@@ -71,8 +71,8 @@ def _shrink(
         )
         total = tl.dot(taken, weight, total, input_precision="ieee")
     out = shrunk + ((part * num_rows + row[:, None]) * PROJECTIONS + projection) * RANK
-    # Expand, which waits for this, reads the product; and what the product has used for itself
-    # alone may be where this is written: to torch it was free once the product was launched.
+    # Wait for the product before writing: expand waits for this kernel alone and reads the product;
+    # and `shrunk` may be in scratch memory of the product, which torch frees after its launch.
     wait_for_previous(PDL)
     tl.store(out + rank[None, :], total, mask=is_row[:, None])
 
@@ -82,7 +82,7 @@ def _part_of_b(
     bank, slot, num_ranks, outputs_at, column, is_output, slot_stride, row_stride,
     RANK: tl.constexpr,
 ):  # fmt: skip
-    """[rank, columns]; zeros where there is none."""
+    """A tile of B [rank, columns]; zeros beyond the adapter's rank and the outputs."""
     rank = tl.arange(0, RANK)
     at = bank + slot.to(tl.int64) * slot_stride + outputs_at + column
     at = at[None, :] + rank[:, None].to(tl.int64) * row_stride
@@ -94,7 +94,7 @@ def _whole(
     shrunk, row, is_row, projection, num_rows,
     RANK: tl.constexpr, PROJECTIONS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """What shrink gave for the rows of a block, [rows, rank]."""
+    """x A^T of the rows of a block [rows, rank]: the sum over the parts of shrink."""
     at = shrunk + (row[:, None] * PROJECTIONS + projection) * RANK + tl.arange(0, RANK)[None, :]
     total = tl.zeros(at.shape, tl.float32)
     for _ in tl.static_range(PARTS):
@@ -178,15 +178,15 @@ def _expand_gated(
     gate = (gate + tl.dot(taken, of_gate, input_precision="ieee")).to(up.dtype).to(tl.float32)
     taken = _whole(shrunk, row, has_row, 1, num_rows, RANK, 2, PARTS).to(of_up.dtype)
     up = (up + tl.dot(taken, of_up, input_precision="ieee")).to(up.dtype)
-    gated = (gate / (1.0 + tl.exp(-gate))).to(up.dtype).to(tl.float32)  # as ops_triton.py's
+    gated = (gate / (1.0 + tl.exp(-gate))).to(up.dtype).to(tl.float32)  # as in ops_triton.py
     value = (gated * up.to(tl.float32)).to(up.dtype)
     tl.store(out + row[:, None] * width + column[None, :], value, mask=mask)
 
 
 class TritonAdapters:
-    """`AddsAdapters` of a GPU, over `bank` [slots, max rank, row size], for `max_rows` at most.
+    """`AddsAdapters` on a GPU, over `bank` [slots, max rank, row size], for at most `max_rows`.
 
-    `plan` waits for nothing, and writes where graphs read.
+    `plan` does not wait for the device, and writes to fixed addresses that CUDA graphs read.
     """
 
     def __init__(self, bank: Tensor, max_rows: int) -> None:
@@ -207,7 +207,7 @@ class TritonAdapters:
         upload_into(self._groups[: len(found)], found)
 
     def shrink(self, x: Tensor, place: Place) -> Tensor:
-        """[parts of the inputs, rows, projections, rank] in float32."""
+        """Returns [parts of the inputs, rows, projections, rank] float32."""
         num_rows, projections = len(x), len(place.parts)
         rows, blocks, count = self._blocks(num_rows)
         parts = cdiv(place.num_inputs, _PART_INPUTS)
@@ -254,6 +254,6 @@ class TritonAdapters:
         return out
 
     def _blocks(self, num_rows: int) -> tuple[Tensor, Tensor, int]:
-        """What `plan` wrote for so many rows, and the number of blocks."""
+        """The rows and blocks that `plan` wrote for `num_rows` rows, and the number of blocks."""
         count = num_blocks(num_rows, len(self._bank))
         return self._groups[:num_rows], self._groups[num_rows : num_rows + 3 * count], count

@@ -1,1 +1,1 @@
-"""From logits to tokens."""
+"""Samples tokens from logits."""

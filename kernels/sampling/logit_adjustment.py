@@ -1,5 +1,5 @@
-"""What a request may ask of its logits before a token is drawn from them: bias, penalties and
-masks, and behind the temperature min-p, top-k and top-p."""
+"""Adjusts a request's logits before a token is drawn: bias, penalties and masks before the
+temperature is applied; min-p, top-k and top-p after it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Int64s = NDArray[np.int64]
 
 
 def adjust_logits(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """Change logits [rows, vocab] float32 in place, one spec a row; returns them.
+    """Change logits [rows, vocab] float32 in place, with one spec per row; returns them.
 
-    In this order, and sparse: the cost is that of the tokens named, and of the vocabulary only for
-    rows that have a mask of allowed tokens. The formulas are those of vLLM and transformers;
-    repetition is of Keskar et al. 2019 (CTRL, section 4.1):
+    Adjustments are made in the order below and are sparse: the cost depends on the tokens that are
+    named, and on the vocabulary only for rows with a mask of allowed tokens. The formulas are those
+    of vLLM and transformers; the repetition penalty is from Keskar et al. 2019 (CTRL, section 4.1):
 
         logit += bias
         logit  = logit / repetition if logit > 0 else logit * repetition   seen in prompt or output
@@ -80,7 +80,7 @@ def _drop_not_allowed(logits: Tensor, masks: Sequence[NDArray[np.int32] | None])
     words = np.zeros((len(rows), max(-(-logits.shape[-1] // 32), *map(len, found))), "<i4")
     for place, mask in zip(words, found, strict=True):
         place[: len(mask)] = mask
-    # As bytes: spread out, a bit takes the place of one, not of four.
+    # Unpacked as bytes, a bit takes one byte, not four.
     packed = upload(words.view(np.uint8), logits.device)
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
     is_allowed = (packed[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[-1]].bool()
@@ -89,8 +89,8 @@ def _drop_not_allowed(logits: Tensor, masks: Sequence[NDArray[np.int32] | None])
 
 
 def filter_scaled(scaled: Tensor, params: Sequence[SamplingParams]) -> None:
-    """Set to -inf, in logits [rows, vocab] that are divided by their temperatures, what min-p, and
-    then top-k and top-p of each row leave out."""
+    """Set the tokens that each row's min-p, and then top-k and top-p, exclude to -inf, in logits
+    [rows, vocab] that have been divided by their temperatures."""
     device, vocab_size = scaled.device, scaled.shape[-1]
     limited = [i for i, row in enumerate(params) if row.min_p > 0]
     if limited:
@@ -108,7 +108,8 @@ def filter_scaled(scaled: Tensor, params: Sequence[SamplingParams]) -> None:
 
 
 def drop_unlikely(logits: Tensor, min_p: Tensor) -> Tensor:
-    """Set to -inf what is less likely than min_p [rows] times the likeliest. logits [rows, vocab].
+    """Set tokens that are less likely than min_p [rows] times the likeliest one to -inf. logits
+    [rows, vocab].
 
     Min-p of Nguyen et al. 2024, "Turning Up the Heat", section 3.
     """
@@ -117,10 +118,11 @@ def drop_unlikely(logits: Tensor, min_p: Tensor) -> Tensor:
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Set what the filters drop to -inf. logits [rows, vocab], top_k and top_p [rows].
+    """Set tokens that the filters drop to -inf. logits [rows, vocab], top_k and top_p [rows].
 
-    Top-k keeps the k largest and what equals the k-th; top-p then keeps, in falling order, each
-    token before which less than p of the remaining probability lies. One token is always kept.
+    Top-k keeps the k largest logits and those equal to the k-th; top-p then keeps, in descending
+    order, each token whose predecessors have less than p of the remaining probability. One token is
+    always kept.
     """
     ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     kth = ordered.gather(-1, top_k[:, None] - 1)

@@ -1,6 +1,6 @@
 """How to sample one token: a request's parameters and the state of its sequence.
 
-Made for each step, read by the samplers of CPU and GPU. Needs no torch.
+Created for each step and read by the samplers of CPU and GPU. Needs no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def has_penalties(params: SamplingParams) -> bool:
 
 
 def needs_more_than_noise(params: SamplingParams) -> bool:
-    """Whether temperature and noise are not enough to draw a token, whatever came before it."""
+    """Whether drawing a token always needs more than temperature and noise."""
     has_filters = params.top_k is not None or params.top_p < 1 or params.min_p > 0
     return bool(params.logit_bias) or (has_filters and params.temperature > 0)
 
@@ -38,8 +38,8 @@ class Counts(Protocol):
 
 
 class SampleSpec(NamedTuple):
-    """How to sample the next token after a slice's last position. A tuple, since a step makes
-    hundreds.
+    """How to sample the next token after a slice's last position. A tuple, since a step creates
+    hundreds of specs.
 
     `forbidden_ids` must not be chosen (min_tokens). `counts` is given if the parameters have a
     penalty, and valid until `launch` returns. Each of `fork_keys` requests one more sample from the

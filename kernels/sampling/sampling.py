@@ -1,11 +1,12 @@
-"""From logits to tokens: temperature, and noise from a key. Penalties, masks and filters are
-logit_adjustment.py.
+"""Samples tokens from logits: temperature, and noise from a key. Penalties, masks and filters are
+in logit_adjustment.py.
 
     noise[id] = gumbel(mix64(key + (id + 1) * GOLDEN))        splitmix64's stream seeded by key
     token     = argmax(filtered(adjusted(logits) / temperature) + noise)
 
-which draws from the softmax of the filtered logits (Gumbel-max). There is no generator state: a
-token depends only on its logits and key, not on the batch. Integers are exact on every device.
+This draws from the softmax of the filtered logits (Gumbel-max). There is no generator state: a
+token depends only on its logits and key, not on the batch. Integer arithmetic is the same on every
+device.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> tuple[Tensor, Tensor]
 
 
 def adjusted(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """logits [rows, vocab] float32, adjusted by their specs; the same tensor if none adjusts."""
+    """logits [rows, vocab] float32 adjusted by their specs; the same tensor if no row changes."""
     changing = [i for i, spec in enumerate(specs) if spec.changes_logits]
     if not changing:
         return logits
@@ -53,7 +54,7 @@ def adjusted(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """logits [rows, vocab], token_ids [rows] int64 -> [rows] float32."""
+    """logits [rows, vocab], token_ids [rows] int64 -> log-probabilities [rows] float32."""
     logits = logits.float()
     return logits.gather(-1, token_ids[:, None])[:, 0] - logits.logsumexp(-1)
 
@@ -73,8 +74,8 @@ def _noisy(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise [rows, vocab] float32 for keys [rows], int64 bit patterns.
 
-    From a uniform v in (0, 1): -log(-log(1 - v)). Small v give the large noise that decides, and
-    float32 is finest near 0, so the tail is exact down to v = 2**-64.
+    From a uniform v in (0, 1): -log(-log(1 - v)). Small v give large noise, which decides the
+    maximum, and float32 is finest near 0, so the tail is exact down to v = 2**-64.
     """
     ids = torch.arange(1, vocab_size + 1, device=keys.device)
     bits = mix64(keys[:, None] + ids * as_signed(_GOLDEN))

@@ -4,9 +4,9 @@
     (ranks: every rank gets the chunks of all)
     pass 2, (row): the best of the chunks, and its log-probability
 
-score = logit / temperature + gumbel(key, id); a temperature of 0 takes the logit itself. Ranks that
-share the vocabulary add up what they found, each with zeros in the others' places: no logit has to
-leave its rank, and all ranks choose from the same bits.
+score = logit / temperature + gumbel(key, id), or the logit itself at temperature 0. Ranks that
+share the vocabulary all-reduce the results of their chunks, each with zeros in the places of the
+others: logits are not exchanged, and all ranks choose from identical bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..launched import cdiv, launched, next_power_of_2
 
 _CHUNK = 2048
-_MAX_VOCAB = 1 << 24  # ids pass as float32
+_MAX_VOCAB = 1 << 24  # ids are passed as float32, exact below this
 _MIN_TEMPERATURE = tl.constexpr(1e-5)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -33,9 +33,9 @@ _LARGEST_BELOW_ONE = tl.constexpr(1 - 2.0**-24)
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """A rank's logits are those of the ids from `rank` times their number on; as many on all ranks.
+    """A rank's part of the vocabulary: with n logits on each rank, ids from `rank` * n on.
 
-    Ids from `vocab_size` on are padding. `add_up` makes the sum over all ranks, which join it.
+    Ids from `vocab_size` on are padding. `add_up` is an all-reduce (sum): all ranks must call it.
     """
 
     rank: int
@@ -55,8 +55,8 @@ def sample_unfiltered(
     """logits [rows, vocab], or the rank's `part` of them -> token_ids [rows] int64, logprobs [rows]
     float32, the same on all ranks.
 
-    temperatures [rows] of a float type, 0 for greedy; keys [rows] int64 bit patterns. Waits for
-    nothing.
+    temperatures [rows] of a float type, 0 for greedy; keys [rows] int64 bit patterns. Does not wait
+    for the device.
     """
     num_rows, width = logits.shape
     rank, num_ranks, vocab_size = 0, 1, width
@@ -146,10 +146,10 @@ def _score(
     largest = tl.max(logit, axis=0)
     best_score = tl.max(score, axis=0)
     best_logit = tl.sum(tl.where(is_best, logit, 0.0), axis=0)
-    # A chunk may have no token that is possible, and so nothing to be relative to.
+    # If all logits of a chunk are -inf, so is `largest`, and the difference would be NaN.
     is_impossible = logit == float("-inf")
     total = tl.sum(tl.where(is_impossible, 0.0, tl.exp(logit - largest)), axis=0)
-    # Among NaN the best may lie behind the end, and the next step would look that id up.
+    # With NaN `best` may be beyond the vocabulary, and the next step would look up that id.
     best_id = tl.minimum(rank * width + chunk * CHUNK + best, vocab_size - 1).to(tl.float32)
     target = partial + row * RANKS * tl.num_programs(1) + chunk
     for each in tl.static_range(RANKS):

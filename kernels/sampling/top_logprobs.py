@@ -1,4 +1,4 @@
-"""The likeliest tokens of a row, for requests that ask for alternatives and for beams."""
+"""The likeliest tokens of a row, for top log-probabilities and for beam search."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _LOW_32 = 0xFFFF_FFFF
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k likeliest ids [rows, k] int64 and their log-probabilities [rows, k] float32.
 
-    Falling; equal logits by rising id, which `topk` alone leaves open: it sorts by unique keys, the
-    logit's bits above the id's.
+    In descending order, equal logits by ascending id. `topk` does not define the order of equal
+    values, so it is applied to unique keys: the logit's bits above the id's.
     """
     logits = logits.float() + 0.0  # -0.0 is 0.0
     vocab_size = logits.shape[-1]
@@ -33,7 +33,8 @@ def candidates(logits: Tensor, specs: Sequence[SampleSpec], k: int) -> tuple[Ten
     """The k likeliest tokens of each row by its adjusted logits: ids [rows, k] int64, scores [rows,
     k] float32, and their log-probabilities [rows, k] float32 under the unadjusted distribution.
 
-    Scores are log-probabilities under the adjusted one, temperature 1; order as of top_logprobs.
+    Scores are log-probabilities of the adjusted distribution at temperature 1; order as in
+    top_logprobs.
     """
     logits = logits.float()
     ids, scores = top_logprobs(adjusted(logits, specs), k)

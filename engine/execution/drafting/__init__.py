@@ -1,1 +1,1 @@
-"""A draft model: what it must have in common with the engine's own, and its steps."""
+"""Draft models and draft heads: checks against the engine's model, loading, and steps."""

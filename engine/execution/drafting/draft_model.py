@@ -1,9 +1,9 @@
-"""A small model that drafts for the engine's own, on the same ranks and over the same KV pool.
+"""A small model that drafts for the engine's model, on the same ranks and in the same KV pool.
 
     layers of a block   [ 0 .. of the engine's model .. n | n .. of the draft model .. )
 
-So block tables, prefix cache, host memory, hand-off and peers carry the KV of both. Owns what the
-two must have in common, and the loading; steps are draft_steps.py.
+So block tables, prefix cache, host memory, hand-off and peers include the KV of both. Checks that
+the two models fit together and loads the draft model; its steps are in draft_steps.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DraftModel:
     def __init__(
         self, config: EngineConfig, model_dir: Path, target: ModelConfig, placement: Placement
     ) -> None:
-        """Check that it can draft for `target`, the model in `model_dir`, which lies on
+        """Check that the model can draft for `target`, the model in `model_dir`, placed by
         `placement`. Raises StartupFailed."""
         assert config.speculation is not None
         named = config.speculation.model
@@ -55,7 +55,7 @@ class DraftModel:
         )
 
     def _choose_placement(self, target: Placement) -> Placement:
-        """Of its weights, as if it were alone."""
+        """The placement of its weights, chosen as for a model on its own."""
         own = choose_placement(self._config, self.config)
         return dataclasses.replace(own, dtype=target.dtype, communicator=target.communicator)
 
@@ -64,19 +64,20 @@ class DraftModel:
 
     @property
     def attention_config(self) -> ModelConfig:
-        """Of a backend over the whole pool: its own, with its windows at its layers."""
+        """The config of an attention backend over the whole pool: its own, its windows preceded by
+        None for each layer of the target."""
         windows = (None,) * self._placement.layers_in_front + self.config.windows
         return dataclasses.replace(self.config, windows=windows)
 
     def beside(self, layout: KvLayout) -> KvLayout:
-        """The layout of blocks that hold the KV of both."""
+        """The layout of blocks that hold the KV of both models."""
         return dataclasses.replace(layout, num_layers=layout.num_layers + self.config.num_layers)
 
     def load_beside(
         self, target: Decoder, notes: list[str]
     ) -> tuple[Decoder | Head, dict[str, str]]:
-        """The model beside `target`, its weights filled, and what an engine's fingerprint has of
-        it; `notes` are lines for people. Raises StartupFailed."""
+        """Load the model; returns it and its part of the engine's fingerprint. Appends lines for
+        people to `notes`. Raises StartupFailed."""
         own, found = self.config, list[str]()
         layers = LayerRange(0, own.num_layers, own.num_layers)
         model, identity = load_model(
@@ -86,7 +87,7 @@ class DraftModel:
         return model, {"draft_model": model_hash(own, identity)}
 
     def _check_vocabulary(self, model_dir: Path, target: ModelConfig) -> None:
-        """A token id means the same to both. Raises StartupFailed."""
+        """Check that token ids mean the same in both models. Raises StartupFailed."""
         here, size = f"the {self.kind} {self._dir}", self.config.vocab_size
         if size != target.vocab_size:
             raise StartupFailed(
@@ -97,7 +98,7 @@ class DraftModel:
             raise StartupFailed(f"{here} has another vocabulary in its tokenizer.json")
 
     def _check_heads(self, target: ModelConfig) -> None:
-        """Its KV fills blocks whose layers are the target's."""
+        """Check that its KV fits into blocks laid out for the target. Raises StartupFailed."""
         own, here = self.config, f"the {self.kind} {self._dir}"
         if own.head_dim != target.head_dim:
             raise StartupFailed(
@@ -112,7 +113,7 @@ class DraftModel:
 
 
 def _vocabulary(path: Path) -> object:
-    """Token by id, or however the file has it; None without one."""
+    """The vocabulary in a tokenizer.json, in the file's form; None if there is none."""
     try:
         model = json.loads(path.read_text(encoding="utf-8"))["model"]
         return model["vocab"]

@@ -1,14 +1,14 @@
 """Steps of a draft model: prompts beside the engine's steps, and drafts between two of them.
 
-    tokens     ... a  b  c | d1  d2  d3      c was the last one known, the rest drafts
-    its KV     ... a  b  c   d1  d2          d3 was drawn, and not computed
-    e follows d2:  next drafts begin with e            [ e ]  -> d1' -> d2' -> d3'
-    e follows d3:  and d3 is computed with it      [ d3, e ]  -> d1' -> d2' -> d3'
+    tokens     ... a  b  c | d1  d2  d3      c was the last known token, the rest are drafts
+    its KV     ... a  b  c   d1  d2          d3 was sampled, its KV not computed
+    e follows d2:  the next drafts begin with e        [ e ]  -> d1' -> d2' -> d3'
+    e follows d3:  d3 is computed together with e  [ d3, e ]  -> d1' -> d2' -> d3'
 
-Prompts are computed in the step that the engine computes them in. What the engine decodes without
-drafts, the draft model computes when it is to draft again, all at once; so it does where cached
-blocks lack its KV, with the prompt behind them. On a GPU the steps of one call are launched behind
-each other, and a token is known to the host when all are done.
+Prompts are computed along with the engine's step for them. Tokens that the engine decodes without
+drafts are computed all at once when the draft model drafts next; likewise cached blocks that lack
+its KV, and the prompt after them. On a GPU the steps of one `draft` are launched without waiting,
+and the host reads their tokens when all have completed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from ..runner_protocols import LaunchedStep
 if TYPE_CHECKING:
     from ..gpu.gpu_steps import GpuSteps  # needs Triton
 
-_NOBODYS = SampleSpec(SamplingParams(temperature=0.0), key=0)  # of a token that is known
-MOST_ROWS = 2  # of a sequence in the first step of its drafts
+_NOBODYS = SampleSpec(SamplingParams(temperature=0.0), key=0)  # for a known token: not used
+MOST_ROWS = 2  # tokens of a sequence in the first step of its drafts
 
 
 class DraftSteps:
-    """`steps` of the draft model, at most `most_tokens` in one: a Drafter."""
+    """A Drafter that runs `steps` of the draft model, of at most `most_tokens` tokens each."""
 
     def __init__(self, steps: CpuSteps | GpuSteps, most_tokens: int) -> None:
         self._steps, self._most_tokens = steps, most_tokens
 
     def compute_prompts(self, batch: Sequence[SequenceSlice]) -> LaunchedStep | None:
-        """Launch its part of a step, in front of the engine's: the KV of prompts, if it has any."""
+        """Launch the draft model's part of a step, before the engine's: it computes the KV of the
+        prompts in `batch`. None if there are none."""
         prompts = [
             SequenceSlice(piece.token_ids, piece.start, piece.block_table, None)
             for piece in batch
@@ -67,7 +68,7 @@ class DraftSteps:
                 assert token is not None
                 drafts[index].append(token.token_id)
 
-        places: dict[int, int] = {}  # of each slice's token among those of the step before
+        places: dict[int, int] = {}  # by slice: its token's index in the step before
         at: Sequence[int]
         for depth in range(max(len(piece.draft_samples) for piece in batch)):
             drafting = [i for i, piece in enumerate(batch) if len(piece.draft_samples) > depth]
@@ -86,17 +87,17 @@ class DraftSteps:
         return drafts
 
     def _begin(self, batch: Sequence[SequenceSlice]) -> tuple[LaunchedStep, Sequence[int]]:
-        """The step of the first drafts, and where each of them is among its tokens."""
+        """Launch the step of the first drafts; returns it and each draft's index in its samples."""
         pieces = [_first(piece) for piece in batch]
         ends = accumulate(len(piece.draft_samples) + 1 for piece in pieces)
         return self._steps.launch(pieces), [end - 1 for end in ends]
 
     def _go_on(self, pieces: list[SequenceSlice], rows: Sequence[int]) -> LaunchedStep:
-        """The step of the next drafts, behind these rows of the one before."""
+        """Launch the step of the next drafts, which follow these rows of the step before."""
         return self._steps.launch(pieces)
 
     def _late(self, batch: Sequence[SequenceSlice]) -> Iterator[list[SequenceSlice]]:
-        """What is missing in front of the first steps' rows, as steps of their own."""
+        """Batches of the tokens before the rows of `_begin` whose KV is missing."""
         pieces, room = list[SequenceSlice](), self._most_tokens
         for token_ids, start, table, *_ in batch:
             first, end = 0, len(token_ids) - MOST_ROWS
@@ -113,7 +114,8 @@ class DraftSteps:
 
 
 def _first(piece: SequenceSlice) -> SequenceSlice:
-    """Its last tokens, as a decode with a draft in front of the one that is drawn."""
+    """A decode of the slice's last MOST_ROWS tokens, all but the first as drafts; its `sample` is
+    that of the first new draft."""
     tokens = piece.token_ids[-MOST_ROWS:]
     start = piece.start + len(piece.token_ids) - len(tokens)
     known = (_NOBODYS,) * (len(tokens) - 1)
@@ -123,7 +125,8 @@ def _first(piece: SequenceSlice) -> SequenceSlice:
 
 
 def _next(piece: SequenceSlice, depth: int, drafts: Sequence[int], place: int) -> SequenceSlice:
-    """The draft before, which the host may not know yet: it is the last step's at `place`."""
+    """A decode of the previous draft. If the host does not know it yet, it is the sample at `place`
+    of the last step."""
     follows = place if len(drafts) < depth else None
     tokens = [0 if follows is not None else drafts[-1]]
     start = piece.start + len(piece.token_ids) + depth - 1

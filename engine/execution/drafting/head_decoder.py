@@ -1,5 +1,5 @@
-"""A draft head as steps run a model: its tokens are those that follow, and the states that it reads
-lie in a buffer, where it leaves those behind. Knows no step."""
+"""A draft head as a StepModel: its input tokens are the ones after each position, and the states
+that it reads are in a buffer, where its own states replace them. Knows no step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from ...model.stages import LayerRange
 
 
 class HeadDecoder:
-    """A StepModel beside `model`. `states` [most tokens, hidden]: rows are those of the step.
-    Without `has_logits` it is a stage without the last, and its steps sample nothing."""
+    """A StepModel for `head`, on the device and ranks of `model`. `states` [most tokens, hidden]: a
+    row for each token of the step. Without `has_logits` it acts as a pipeline stage that is not the
+    last: its steps sample nothing."""
 
     has_whole_logits = True
     kept: Tensor | None = None
@@ -47,7 +48,7 @@ class HeadDecoder:
         return states
 
     def project(self, x: Tensor) -> Tensor:
-        """See LmHead: a head gives whole logits on each rank."""
+        """See LmHead: a head computes whole logits on each rank."""
         return self._head.logits(x)
 
     def project_part(self, x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""A draft head beside the model: what they must have in common, and the loading; steps are
-head_steps.py. Which of both `--speculative-config` asks for."""
+"""Draft heads: checks that a head fits the engine's model, and loads it (steps: head_steps.py).
+`make_draft_model` chooses between the draft model and the heads by `--speculative-config`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .draft_model import DraftModel
 
 _ARCHITECTURES = {"LlamaForCausalLMEagle3": ARCHITECTURES["LlamaForCausalLM"]}
 META = torch.device("meta")
-_NUM_KEPT = 3  # layers of the model whose inputs the head reads
-_IDS, _OF_THE_MODEL = "d2t", "t2d"  # the other way round, which nobody needs
+_NUM_KEPT = 3  # number of the model's layers whose inputs the head reads
+_IDS, _OF_THE_MODEL = "d2t", "t2d"  # draft to target ids; the inverse, which is not used
 
 
 class HeadModel(DraftModel):
-    """One rank's part of a head: the EAGLE-3 one that `--speculative-config` names."""
+    """One rank's part of the EAGLE-3 head that `--speculative-config` names."""
 
     kind = "draft head"
 
@@ -76,7 +76,8 @@ class HeadModel(DraftModel):
         return read_model_config(self._dir, known=_ARCHITECTURES)
 
     def _kept_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Of the model: whose inputs the head reads. The field names the layers in front."""
+        """The model's layers whose inputs the head reads. The config field has the layers before
+        them, whose outputs these are."""
         section, name = self._fields.section("eagle_config"), "eagle_aux_hidden_state_layer_ids"
         if not section.flag("use_aux_hidden_state", True):
             raise self._fields.error("use_aux_hidden_state is false, which is not supported")
@@ -92,7 +93,7 @@ class HeadModel(DraftModel):
         return found
 
     def load_beside(self, target: Decoder, notes: list[str]) -> tuple[Head, dict[str, str]]:
-        """The head, its weights filled; `target` keeps what it reads. Raises StartupFailed."""
+        """Load the head, and make `target` keep the layer inputs that it reads. See DraftModel."""
         names = tensor_names(self._dir)
         shares_embed = "embed_tokens.weight" not in names
         if shares_embed and self.config.hidden_size != self._num_features // _NUM_KEPT:
@@ -134,7 +135,7 @@ class HeadModel(DraftModel):
 
 
 class MtpModel(HeadModel):
-    """The head that the model's own checkpoint has."""
+    """One rank's part of the MTP head in the model's own checkpoint."""
 
     def _read_config(self) -> ModelConfig:
         config = read_model_config(self._dir)
@@ -171,7 +172,7 @@ class MtpModel(HeadModel):
 def make_draft_model(
     config: EngineConfig, model_dir: Path, target: ModelConfig, placement: Placement
 ) -> DraftModel | None:
-    """None if no model drafts, nor a head."""
+    """The draft model or head of `config`, or None."""
     method = NGRAM if config.speculation is None else config.speculation.method
     if method == NGRAM:
         return None

@@ -1,13 +1,13 @@
-"""Steps of a draft head: behind each step of the model, and drafts between two of them.
+"""Steps of a draft head: after each step of the model, and drafts between two of them.
 
-    tokens of a step         a   b   c      sampled behind them: d
+    tokens of a step         a   b   c      sampled after them: d
     the head reads         a,b b,c c,d     each with the model's state of the first
-    its KV lies at           a   b   c
+    its KV is at             a   b   c
 
-So a step leaves the head's KV of every token that it computes, prompts and accepted drafts alike,
-and blocks go over whole. The first draft of a sequence is made of the state that the last step
-left; what was not in it, as after a hand-off, has no drafts until its next. On a GPU the head's
-part is launched behind the sampling, whose tokens it finds on the device.
+So each step writes the head's KV for all of its tokens, prompts and accepted drafts alike, and a
+hand-off transfers complete blocks. The first draft of a sequence is sampled from the head's state
+in the last step; a sequence that was not in it, as after a hand-off, has no drafts until its next
+step. On a GPU the head's part is launched after the sampler and reads its tokens on the device.
 
     states   [ of the last step, by token ]  ─ rows chosen ─►  [ of each sequence that drafts ]
 """
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 
 class HeadSteps(DraftSteps):
-    """A Drafter. Its steps and those behind the model's run the head over the states, the latter
-    without sampling: they await what the model's steps sample."""
+    """A Drafter. Two kinds of steps run the head over the states: draft steps, and steps after each
+    step of the model, which read the tokens that it samples and sample nothing."""
 
     def __init__(
         self,
@@ -48,16 +48,17 @@ class HeadSteps(DraftSteps):
         new_behind: Callable[[HeadDecoder], CpuSteps | GpuSteps],
         new_steps: Callable[[HeadDecoder], CpuSteps | GpuSteps],
     ) -> None:
-        """Beside `model`, whose steps have at most `most_tokens`, with padding."""
+        """`most_tokens`: the maximum of a step of `model`, padding included. `new_behind` makes the
+        steps after the model's steps, `new_steps` the draft steps."""
         self._states = states = _states(model, head, most_tokens)
         behind, whole = (HeadDecoder(head, states, model, has_logits=on) for on in (False, True))
         self._behind = new_behind(behind)
         super().__init__(new_steps(whole), most_tokens)
         self._head, self._block_size = head, block_size
         self._slots: Sequence[int] = ()  # of the last step's rows
-        self._tokens: Sequence[int] = ()  # of the last step
+        self._tokens: Sequence[int] = ()  # of the last step's rows: indices in the step
         self._sampled: tuple[Tensor, Sequence[int]] | None = None
-        self._rows: dict[tuple[int, int], int] = {}  # of states, by slot and the token behind it
+        self._rows: dict[tuple[int, int], int] = {}  # of states, by slot and the token after it
 
     def capture_graphs(self) -> None:
         """See GpuSteps."""
@@ -67,12 +68,13 @@ class HeadSteps(DraftSteps):
     def follow(
         self, batch: StepBatch, features: Tensor, sampled: Tensor, at: Sequence[int]
     ) -> None:
-        """Behind a step of the model over `batch` that kept `features`; the tokens of its rows lie
-        in `sampled` `at` these places."""
+        """Run the head after a step of the model over `batch` that kept `features`; the tokens of
+        its rows are in `sampled` at the places `at`."""
         known = None if self._behind.runs_ahead else sampled.tolist()
         pieces, first = list[SequenceSlice](), len(batch.decodes)
         for piece in batch.others:
-            # What is known of none is read by nobody: it is computed once more, or was the last.
+            # If the next token is unknown, the position's result is not read: the position is
+            # computed again, or was the last.
             token_ids = [*piece.token_ids[1:], piece.next_token_id or 0]
             follows = None
             if piece.sample is not None:
@@ -93,7 +95,7 @@ class HeadSteps(DraftSteps):
         self._sampled = (sampled, at)
 
     def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
-        """See Drafter: none for a sequence that was not in the last step."""
+        """See Drafter: no drafts for a sequence that was not in the last step."""
         self._know_rows()
         drafts: list[list[int]] = [[] for _ in batch]
         found = [self._row_of(piece) for piece in batch]
@@ -106,7 +108,7 @@ class HeadSteps(DraftSteps):
         return drafts
 
     def _know_rows(self) -> None:
-        """Which token was sampled at each row of the last step, which has completed."""
+        """Fill `_rows` with the rows of the last step, which has completed."""
         if self._sampled is None:
             return
         sampled, at = self._sampled
@@ -116,14 +118,14 @@ class HeadSteps(DraftSteps):
         self._sampled = None
 
     def _row_of(self, piece: SequenceSlice) -> int | None:
-        """Where the last step left the state in front of its last token."""
+        """The row of the state before the slice's last token; None if not in the last step."""
         position = piece.start + len(piece.token_ids) - 2
         block_id = piece.block_table[position // self._block_size]
         slot = block_id * self._block_size + position % self._block_size
         return self._rows.get((slot, piece.token_ids[-1]))
 
     def _begin(self, batch: Sequence[SequenceSlice]) -> tuple[LaunchedStep, Sequence[int]]:
-        """Of states that are there already."""
+        """See DraftSteps; samples from the states of the last step."""
         self._choose(self._first_rows)
         self._rows = {}  # their states are overwritten
         pieces = [
@@ -138,13 +140,13 @@ class HeadSteps(DraftSteps):
         return self._steps.launch(pieces)
 
     def _choose(self, rows: Sequence[int]) -> None:
-        """Let the first states be these."""
+        """Copy the states of `rows` to the first rows."""
         index = upload(np.array(rows, np.int64), self._states.device)
         self._states[: len(rows)].copy_(self._states.index_select(0, index))
 
 
 def _states(model: Decoder, head: DraftHead, most_tokens: int) -> Tensor:
-    """Room for them; `model` keeps what they are made of."""
+    """Allocate the states, and make `model` keep the features that they are computed from."""
     model.keep(most_tokens)
     shape = (most_tokens, head.hidden_size)
     return torch.zeros(shape, dtype=model.dtype, device=model.device)
@@ -153,7 +155,8 @@ def _states(model: Decoder, head: DraftHead, most_tokens: int) -> Tensor:
 def _columns_behind(
     decodes: DecodeColumns, at: Sequence[int], known: Sequence[int] | None
 ) -> DecodeColumns:
-    """The same with the token that each has sampled, or awaits `at` its place."""
+    """The same decodes with the tokens that they sampled; if not `known`, each awaits the token at
+    its place of `at`."""
     n = len(decodes)
     places = np.array(at[:n], np.int64)
     slots = [None] * n
@@ -164,6 +167,6 @@ def _columns_behind(
 
 
 def _last(piece: SequenceSlice) -> SequenceSlice:
-    """Its last token, at the position in front: there the head has its KV."""
+    """The slice's last token, at the position before it, where the head has its KV."""
     start = piece.start + len(piece.token_ids) - 2
     return piece._replace(token_ids=piece.token_ids[-1:], start=start)

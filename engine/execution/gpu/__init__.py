@@ -1,1 +1,1 @@
-"""What steps are on a GPU alone."""
+"""Steps on a GPU: CUDA graphs, launches, and input arrays."""

@@ -1,8 +1,8 @@
-"""CUDA graphs of steps: one for each of a few sizes in tokens, all of a kind in one pool of memory.
+"""CUDA graphs of steps: one for each of a few sizes in tokens; those of a kind share a memory pool.
 
-A graph replays fixed kernels over fixed addresses: `inputs` is where every size reads what changes.
-How many rows a graph has, and by which library its products go, is chosen by measuring these.
-Knows neither model nor scheduler.
+A graph replays fixed kernels over fixed addresses: all sizes read what varies from `inputs`. The
+sizes, and the BLAS library of each graph's products, are chosen by measuring the products. Knows
+neither model nor scheduler.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 _LIBRARIES = ("cublas", "cublaslt")
-_FEW_ROWS = 64  # or fewer go by our own kernels, and by cuBLASLt where there are none
+_FEW_ROWS = 64  # up to this number use our own kernels, or cuBLASLt where there is none
 _MOST_PADDING = 127  # rows
-_WORTH_PADDING = 0.97  # of the time
+_WORTH_PADDING = 0.97  # padding must reduce the time to less than this factor
 _TIMED_CALLS, _ROUNDS = 3, 3
-# Rows that kernels are loaded for: what is chosen for many changes seldom.
+# Row counts that kernels are loaded for: for many rows the kernel chosen rarely changes.
 _EACH_EIGHT, _ROWS_APART, _MOST_LOADED = 1024, 64, 8192
 
 Product = Callable[[Tensor], object]  # [rows, inputs]
@@ -41,10 +41,10 @@ class StepGraph:
 
 
 class StepGraphs:
-    """The graphs of one kind by size, each over `num_inputs` inputs a token.
+    """The graphs of one kind by size, with `num_inputs` inputs per token.
 
-    `beside`: larger graphs of another kind, with as many inputs a token, whose inputs and memory
-    these share: the output of neither is valid behind a replay of the other.
+    `beside`: larger graphs of another kind, with as many inputs per token, whose inputs and memory
+    these share: the output of either is invalid after a replay of the other.
     """
 
     def __init__(
@@ -70,17 +70,17 @@ class StepGraphs:
         return self._inputs[: self._num_inputs * size].view(self._num_inputs, size)
 
     def find(self, num_tokens: int) -> StepGraph | None:
-        """The smallest captured graph for so many tokens."""
+        """The graph of the smallest size for `num_tokens`; None if none is captured."""
         size = next((size for size in self.sizes if size >= num_tokens), None)
         return None if size is None else self._graphs.get(size)
 
     def capture(self, size: int, step: Callable[[], Tensor], library: str) -> None:
-        """Capture `step`, which reads `inputs(size)` and returns its output; its products go by
+        """Capture `step`, which reads `inputs(size)` and returns its output; its products use
         `library`."""
         if self._beside is not None:
             self._memory = self._beside._memory
         with torch.inference_mode(), _blas(library):
-            step()  # compiles kernels and makes lazy buffers, neither of which a capture may do
+            step()  # compiles kernels and allocates lazy buffers: not allowed in a capture
             graph = torch.cuda.CUDAGraph()
             with _captured(graph, self._inputs.device, self._memory):
                 output = step()
@@ -91,35 +91,35 @@ class StepGraphs:
 def _captured(
     graph: torch.cuda.CUDAGraph, device: torch.device, memory: Any = None
 ) -> torch.cuda.graph:
-    """What is launched inside is `graph`'s. Other threads go on: an engine of this process that
-    pins its host memory would end the capture, and the capture the pinning."""
+    """Capture what the body launches. Only this thread is restricted: otherwise another engine of
+    this process that pins its host memory would break the capture, and the capture the pinning."""
     stream = _capture_stream(device)
     return torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local")
 
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for each device: torch's own belongs to the first device that captures."""
+    """One stream per device: torch's own belongs to the first device that captures."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
 class ProductTimes:
-    """What the products of a layer take by rows, and the faster library for so many.
+    """The time of a layer's products by number of rows, and the faster library for each number.
 
-    cuBLAS is not monotonic: of an 8B model on an H200, 13.2 ms for 448 rows and 9.7 for 512; for
-    96 rows cuBLASLt takes 4.1 where cuBLAS takes 4.4, for 256 5.9 where it takes 5.8.
+    cuBLAS is not monotonic: an 8B model on an H200 takes 13.2 ms for 448 rows and 9.7 for 512. For
+    96 rows cuBLASLt takes 4.1 ms and cuBLAS 4.4; for 256 rows 5.9 and 5.8.
     """
 
     ms: Mapping[int, float]
     libraries: Mapping[int, str]
 
     def library(self, rows: int) -> str:
-        """The faster one for a graph of so many rows."""
+        """The faster library for a graph of `rows` rows."""
         return self.libraries.get(rows, _LIBRARIES[1])
 
     def padded(self, rows: int) -> int:
-        """As many rows, or the few more that were measured to take less time."""
+        """`rows`, or a slightly larger number that was measured to take less time."""
         if rows not in self.ms:
             return rows
         more = [n for n in self.ms if rows < n <= rows + _MOST_PADDING]
@@ -133,10 +133,10 @@ def measure_products(
     like: Tensor,
     share: Callable[[Tensor], None],
 ) -> ProductTimes:
-    """Time `products`, pairs of inputs and product, for all `rows` and for what these round up to.
-    Few rows are not timed: launching would take longer than the products do.
+    """Time `products`, pairs (number of inputs, product), for all `rows`, also rounded up to
+    multiples of 64 and 128. Few rows are not timed: launches would take longer than the products.
 
-    `like` is of their inputs' type and device. `share` makes a tensor [..] that of the first rank.
+    `like` has their inputs' type and device. `share` overwrites a tensor by the first rank's.
     """
     many = [n for n in rows if n > _FEW_ROWS]
     counts = sorted({*many, *(-(-n // unit) * unit for n in many for unit in (64, 128))})
@@ -156,11 +156,11 @@ def measure_products(
 
 
 def rows_with_kernels(most: int) -> list[int]:
-    """So many rows, up to `most`, that products of nearly all others find their kernels loaded.
+    """Numbers of rows up to `most` that load the kernels of products of nearly all numbers of rows.
 
-    cuBLAS has kernels of its own for each eight rows up to 512, and loads one when it first
-    chooses it. That waits for all that the device has to do: on an H200 3 ms where that is
-    nothing, 40 behind a step.
+    cuBLAS has different kernels for each eight rows up to 512, and loads one when it first chooses
+    it. Loading waits for all queued work of the device: on an H200 it takes 3 ms on an idle device,
+    40 after a step.
     """
     most = min(most, _MOST_LOADED)
     ends = range(8, min(most, _EACH_EIGHT) + 8, 8)
@@ -169,11 +169,11 @@ def rows_with_kernels(most: int) -> list[int]:
 
 
 def load_products(products: Sequence[tuple[int, Product]], most: int, like: Tensor) -> None:
-    """Run `products`, pairs of inputs and product, for all `rows_with_kernels(most)`. `like` is of
-    their inputs' type and device.
+    """Run `products`, pairs (number of inputs, product), for all `rows_with_kernels(most)`. `like`
+    has their inputs' type and device.
 
-    The most rows come first: what fewer need then lies in the same memory. What there is no memory
-    for is loaded when it is used.
+    The most rows come first, so that fewer rows reuse their memory. Kernels for more rows than fit
+    into memory are loaded when they are first used.
     """
     rows = rows_with_kernels(most)
     with torch.inference_mode():
@@ -186,7 +186,8 @@ def load_products(products: Sequence[tuple[int, Product]], most: int, like: Tens
 
 
 def _products_ms(products: Sequence[tuple[Tensor, Product]]) -> float:
-    """As a graph's part: launched one by one they may take as long as the host does."""
+    """Milliseconds for all products, in a CUDA graph: launched one by one they may be bound by the
+    host."""
     for x, product in products:
         product(x)
     graph = torch.cuda.CUDAGraph()
@@ -207,7 +208,7 @@ def _products_ms(products: Sequence[tuple[Tensor, Product]]) -> float:
 
 @contextmanager
 def _blas(library: str) -> Iterator[None]:
-    """Products go by `library`."""
+    """Use `library` for the body's products."""
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library(library)
     try:
@@ -217,13 +218,13 @@ def _blas(library: str) -> Iterator[None]:
 
 
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes to capture: closer together where a padded row costs a larger share."""
+    """Batch sizes to capture: closer together where a padded row costs a larger fraction."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
     return (*(size for size in steps if size < max_num_seqs), max_num_seqs)
 
 
 def prefill_sizes(most: int, more: Sequence[int] = ()) -> tuple[int, ...]:
-    """Tokens to capture of steps with prompts, up to `most`, and `more` sizes.
+    """Sizes in tokens to capture for steps with prompts, up to `most`, including `more`.
 
     576 is among them: a chunk of 512 and a few decodes. Padded to 640 it takes 5 % longer.
     """

@@ -1,4 +1,4 @@
-"""One launched step of a GPU, and the errors that a device raises."""
+"""A launched step on a GPU, and the conversion of device errors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..runner_protocols import LaunchedStep
 
 @dataclass(frozen=True, slots=True)
 class GpuStep:
-    """A launched step."""
+    """A LaunchedStep of one device."""
 
     number: int
     batch: StepBatch
-    token_ids: Tensor  # [rows] in pinned memory, written once `is_done`
+    token_ids: Tensor  # [rows] in pinned memory, valid once `is_done`
     logprobs: Tensor
     extras: Extras | None
     begun: torch.cuda.Event
@@ -34,7 +34,7 @@ class GpuStep:
             return float(self.begun.elapsed_time(self.is_done)) / 1e3
 
     def behind(self, first: LaunchedStep) -> GpuStep:
-        """The same one, begun with `first`, which was launched in front of it."""
+        """This step with the beginning of `first`, which was launched before it."""
         return replace(self, begun=first.begun) if isinstance(first, GpuStep) else self
 
     def has_completed(self) -> bool:
@@ -57,7 +57,7 @@ class GpuStep:
 
 
 class device_errors:
-    """Turns what torch raises about the device into EngineFailed."""
+    """Converts torch's device errors to EngineFailed."""
 
     def __enter__(self) -> None: ...
 

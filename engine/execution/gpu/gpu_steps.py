@@ -1,18 +1,18 @@
-"""Executes steps on a GPU and runs ahead of it: nothing here waits for the device but `collect`.
+"""Executes steps on a GPU and runs ahead of it: only `collect` waits for the device.
 
     host     schedule, arrays, plan | launch ...............................  collect
     device                          | copies in | fill in | model | sample | tokens out
                                                      ▲                 │
                                     last sampled tokens, by slice ◄────┘  never leave the device
 
-A step of decodes alone is replayed from a CUDA graph of the next larger size. So is the model of a
-short prefill, and of any decodes with some tokens of prompts behind them:
+A step of decodes alone is replayed from a CUDA graph of the next larger size. So is the model part
+of a step with a short prefill, or with decodes followed by some prompt tokens:
 
-    tokens of such a graph:  | decodes | tokens of prompts | a prompt of padding |
+    tokens of such a graph:  | decodes | prompt tokens | a prompt of padding |
 
-Anything else is launched kernel by kernel, which its length hides. With LoRA adapters there is
-another kind of graphs, for steps of decodes of which some have one; their steps with prompts are
-launched kernel by kernel.
+All other steps are launched kernel by kernel; they are long enough to hide the launches. With LoRA
+adapters there is another kind of graph, for steps of decodes of which some have an adapter; steps
+with adapters and prompts are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -49,22 +49,23 @@ from .gpu_step import GpuStep, device_errors
 from .graphed_model import GraphedModel
 from .step_arrays import decode_arrays, places_of_samples, sampling_arrays, token_arrays
 
-# Of graphs for prompts alone: with more tokens, or pairs of these with keys, FA3 gains more than
-# its plan takes the host. It is in graphs with room for both.
+# Limits of graphs for prompts alone: with more tokens, or pairs of token and key, FA3 saves more
+# time than its plan costs on the host. Graphs with room for decodes too have no such limits.
 _MAX_PROMPT_TOKENS, _MAX_PROMPT_PAIRS = 512, 1 << 20
-# More sizes of these, for a chat's next message: products of an 8B model take 9 % less than for 192
-# and 256 tokens.
+# More sizes of graphs for prompts alone, for a chat's next message: products of an 8B model take
+# 9 % less than for 192 and 256 tokens.
 _MESSAGE_SIZES = (160, 208)
-_SHARED_SIZES = (160,)  # beside 64 decodes, where a promise has no room for 192
-_FEW_DECODES = 64  # beside prompts: room for more takes a percent of a step
+_SHARED_SIZES = (160,)  # beside 64 decodes, if the promised decode latency has no room for 192
+_FEW_DECODES = 64  # beside prompts: room for more costs 1 % of a step
 _PADDING_SLICE = SequenceSlice((0,), 0, block_table=array("i", [PADDING_BLOCK]), sample=None)
 
 
 class GpuSteps:
     """Steps of `model` over the pool of `attention`, with at most `max_num_seqs` slices.
 
-    Graphs of both have up to `mixed_tokens` tokens of prompts, 0 to MAX_GRAPH_TOKENS. A decode may
-    have up to `max_drafts` drafts. `sampled`: of the steps whose tokens these await, if others'.
+    Graphs of decodes and prompts have up to `mixed_tokens` prompt tokens, 0 to MAX_GRAPH_TOKENS. A
+    decode may have up to `max_drafts` drafts. `sampled`: where these steps find the tokens that
+    they await, if other steps sample them.
     """
 
     runs_ahead = True
@@ -84,7 +85,7 @@ class GpuSteps:
         self.head: StepHead | None = None
         self._adapters = adapters
         max_rows = decode_graph_rows(max_num_seqs, max_drafts)
-        num_places = max_num_seqs * (1 + max_drafts)  # where tokens are sampled
+        num_places = max_num_seqs * (1 + max_drafts)  # for sampled tokens
         self._attention = attention
         self._block_size = block_size
         self._device = model.device
@@ -99,7 +100,7 @@ class GpuSteps:
         rooms = {0: _MAX_PROMPT_TOKENS}
         if mixed_tokens:
             rooms |= {room: room + mixed_tokens for room in (few, max_rows)}
-        # Sizes of the graphs with prompts, by how many decodes they have room for.
+        # Sizes of the graphs with prompts, by the decode tokens that they have room for.
         self._prefill_sizes = {
             room: prefill_sizes(most, _SHARED_SIZES if room else _MESSAGE_SIZES)
             for room, most in rooms.items()
@@ -133,7 +134,7 @@ class GpuSteps:
                 graphs.capture(size, partial(self._forward, inputs), times.library(size))
 
     def _share(self, x: Tensor) -> None:
-        """Overwrite x by that of the engine's rank 0."""
+        """Overwrite x by the x of the engine's rank 0."""
         self.model.communicator.stages.broadcast(x)
         self.model.communicator.broadcast(x)
 
@@ -149,8 +150,8 @@ class GpuSteps:
             graphs.capture(size, partial(self._decode, inputs), times.library(size))
 
     def make_graphs(self, times: ProductTimes) -> None:
-        """All graphs, to be captured: of sizes that no larger one is faster than, and the largest
-        of each kind, for more than which there are no places."""
+        """Create all graphs, not yet captured: sizes for which no larger size is faster, and the
+        largest of each kind, which cannot be exceeded."""
 
         def fast(sizes: Sequence[int]) -> list[int]:
             largest = sizes[-1]
@@ -167,18 +168,18 @@ class GpuSteps:
 
     @property
     def mixed_rows(self) -> tuple[int, ...]:
-        """Sizes of the graphs of decodes and prompts, ascending: of those with room for all
-        decodes. Those with room for fewer have the same, and another largest one."""
+        """Sizes, ascending, of the graphs of decodes and prompts that have room for all decodes.
+        Graphs with room for fewer decodes have the same sizes up to a largest of their own."""
         most = max(self.prefill_graphs)
         return tuple(self.prefill_graphs[most].sizes) if most else ()
 
     @property
     def most_graph_tokens(self) -> int:
-        """Of a step in a graph, padding counted."""
+        """The maximum number of tokens of a step in a graph, padding included."""
         return max(each.sizes[-1] for each in (self.graphs, *self.prefill_graphs.values()))
 
     def count_in(self, count: CudaStepCount) -> None:
-        """From now on `count` has the number of the last step that has written its KV."""
+        """Count later steps in `count`: the number of the last step that has written its KV."""
         self._count = count
 
     def launch(self, batch: Sequence[SequenceSlice]) -> GpuStep:
@@ -196,7 +197,7 @@ class GpuSteps:
             return self._launch_eagerly(batch)
 
     def sample_states(self, batch: Sequence[SequenceSlice], hidden: Tensor) -> GpuStep:
-        """A step of decodes whose hidden states are there already."""
+        """Launch a step of decodes whose hidden states have been computed: it only samples."""
         with device_errors(), torch.inference_mode():
             self._begin()
             return self._sample(0, StepBatch.of(batch), hidden)
@@ -222,8 +223,8 @@ class GpuSteps:
         return self._bring_back(number, batch, self.sampled, extras)
 
     def _decode(self, inputs: Tensor) -> Tensor:
-        """What a graph holds: model and sampler over the fixed inputs [6, decodes] -> this rank's
-        logits; of a stage that is not the last, the model alone."""
+        """The content of a graph: model and sampler over the fixed inputs [6, decodes] -> this
+        rank's logits; on a stage that is not the last, the model alone -> its output."""
         n = inputs.shape[1]
         hidden = self._forward(inputs[:4])
         keys, temperatures = inputs[4:]
@@ -243,7 +244,7 @@ class GpuSteps:
     # -- anything else ----------------------------------------------------------------------------
 
     def _hidden(self, batch: StepBatch) -> Tensor:
-        """The hidden states of the batch's tokens, others behind them."""
+        """The hidden states of the batch's tokens, which those of padding may follow."""
         num_tokens, adapters = sum(batch.query_lens), self._adapters
         has_adapters = adapters is not None and adapters.plan_step(
             batch.query_lens, batch.adapter_slots, num_tokens
@@ -267,7 +268,8 @@ class GpuSteps:
         return graph.output
 
     def _find_prefill_graph(self, batch: StepBatch) -> tuple[int, StepGraph] | None:
-        """(how many tokens of decodes its graph has room for, the graph)."""
+        """The graph for `batch`, as (decode tokens that it has room for, graph); None if there is
+        none."""
         lens, num_slices = batch.query_lens, batch.num_decodes
         num_rows, num_tokens = sum(lens[:num_slices]), sum(lens)
         if not 0 < len(batch) - num_slices < MAX_GRAPH_SLICES:
@@ -316,17 +318,18 @@ class GpuSteps:
     # -- both -------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """The model's first kernel is launched next: what is uploaded for it is in front of it."""
+        """Record the step's beginning: after its uploads, before the model's first kernel."""
         self._begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._begun.record()
 
     def _mark(self) -> int:
-        """The number of the step whose KV this is all of, but 0 if a head's is still to come."""
+        """Count the step, if all of its KV has been launched, and return its number; 0 if it is not
+        counted, or a head's KV is still to come."""
         return 0 if self._count is None or self.head is not None else self._count.mark()
 
     def _let_head_follow(self, number: int, batch: StepBatch, at: Sequence[int]) -> int:
-        """Launch the head's part, if there is one, behind the samples, which lie `at` these places.
-        The number of the step, so far `number`."""
+        """Launch the head, if there is one, after the sampler, whose tokens are at the places `at`.
+        Returns the step's number, which is `number` without a head."""
         if self.head is None:
             return number
         assert self.model.kept is not None
@@ -334,19 +337,19 @@ class GpuSteps:
         return 0 if self._count is None else self._count.mark()
 
     def _filled(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids, positions and slots of `inputs` [4, tokens], with the tokens that the step
-        before samples, or has sampled, where they are awaited."""
+        """Token ids, positions and slots of `inputs` [4, tokens], with the previous step's sampled
+        tokens in the places of those that are awaited."""
         token_ids, positions, slots, places = inputs
         fill_in(token_ids, places, self.sampled)
         return token_ids, positions, slots
 
     def _forward(self, inputs: Tensor) -> Tensor:
-        """What a graph holds of the model."""
+        """The model's part of a graph."""
         return self._graphed.forward(*self._filled(inputs), self._attention)
 
     def _resample(self, batch: StepBatch, at: Sequence[int], logits: Tensor) -> None:
-        """Sample again what needs filters or changed logits, into the places `at`. This rank's
-        logits are parallel to the rows; of those rows, all ranks' are gathered."""
+        """Sample rows that need filters or changed logits again, into the places `at`. `logits` are
+        this rank's, parallel to the rows; for the resampled rows all ranks' are gathered."""
         special = batch.special
         if special:
             places = np.array([special, [at[index] for index in special]], np.int64)
@@ -354,7 +357,7 @@ class GpuSteps:
             whole = self.model.lm_head.gather(logits.index_select(0, index))
             token_ids, logprobs = sample(whole, [*map(batch.spec, special)])
             # Unlike the plain sampler's, sums over a sorted row may differ in the last bit from run
-            # to run, and all ranks must go on with the same token.
+            # to run, and all ranks must continue with the same token.
             self.model.communicator.broadcast(token_ids)
             self.sampled.index_copy_(0, place, token_ids)
             self._logprobs.index_copy_(0, index, logprobs)
@@ -370,9 +373,8 @@ class GpuSteps:
     def _bring_back(
         self, number: int, batch: StepBatch, token_ids: Tensor, extras: Extras | None
     ) -> GpuStep:
-        """The results of the rows, which the last stage samples, go to the host, behind all that
-        was launched. Every step with some is collected: until then it keeps the memory that they go
-        to."""
+        """Copy the rows' results, which the last stage has, to the host, after all that was
+        launched. Every step with results is collected; until then it owns their pinned memory."""
         n = len(batch.logits_indices) if self.model.range.is_last else 0
         host_ids = torch.empty(n, dtype=torch.int64, pin_memory=True)
         host_logprobs = torch.empty(n, dtype=torch.float32, pin_memory=True)
@@ -383,7 +385,7 @@ class GpuSteps:
 
 
 def _part_of_rank(model: StepModel) -> VocabularyPart | None:
-    """None if it has the whole vocabulary."""
+    """The rank's part of the vocabulary; None if the rank has all of it."""
     ranks = model.communicator
     if ranks.size == 1 or model.has_whole_logits:
         return None

@@ -1,9 +1,9 @@
-"""What of a model is in CUDA graphs, and the kernels that are launched outside of them.
+"""The part of a model that is in CUDA graphs, and loading the kernels launched outside of them.
 
     stages whose operations can be captured      | receive, layers, send |
     others, over a network           receive ─►  |        layers         |  ─► send
 
-The graphs themselves are cuda_graphs.py.
+The graphs themselves are in cuda_graphs.py.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from ...model.decoder import Decoder
 from ..step_model import StepModel
 from .cuda_graphs import StepGraph, load_products
 
-_MOST_SAMPLED = 1024  # rows whose kernels are loaded at the start: more are seldom
+_MOST_SAMPLED = 1024  # rows whose kernels are loaded at start-up: more are rare
 
 
 def load_kernels(model: Decoder, most_tokens: int, most_sampled: int) -> None:
     """Run a model's products that are launched outside of graphs: those of layers for steps of up
-    to `most_tokens`, the LM head for up to so many sampled rows. See `rows_with_kernels`."""
+    to `most_tokens`, the LM head for up to `most_sampled` rows. See `rows_with_kernels`."""
     like = torch.empty(0, dtype=model.dtype, device=model.device)
     load_products(model.products(), most_tokens, like)
     if model.range.is_last:
 
         def project(hidden: Tensor) -> Tensor:
-            """As rows that were selected have it, with no room behind them."""
+            """Like selected rows, the clone has no memory after its rows (see row_room.py)."""
             return model.lm_head.project_part(hidden.clone())
 
         load_products([(model.hidden_size, project)], min(most_sampled, _MOST_SAMPLED), like)
 
 
 class GraphedModel:
-    """`model` as graphs of up to `most_tokens` tokens have it. What is received and sent around
-    them is so in the order of the stream: a graph's memory is free again once it is read."""
+    """`model` in graphs of up to `most_tokens` tokens. Receives before a graph and sends after it
+    are in stream order, so no replay overwrites memory that is still to be read."""
 
     def __init__(self, model: StepModel, most_tokens: int) -> None:
         self._model = model
@@ -51,14 +51,14 @@ class GraphedModel:
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionBackend
     ) -> Tensor:
-        """To be captured."""
+        """The part of a step that is captured."""
         if self._is_whole or not isinstance(self._model, Decoder):
             return self._model.forward(token_ids, positions, slots, attention)
         received = None if self._received is None else self._received[: len(token_ids)]
         return self._model.compute(token_ids, positions, slots, attention, received)
 
     def replay(self, graph: StepGraph) -> None:
-        """Launch a step that was captured."""
+        """Launch a captured step."""
         if self._received is not None:
             self._stages.receive(self._received[: graph.size])
         graph.replay()

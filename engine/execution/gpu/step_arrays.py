@@ -1,4 +1,4 @@
-"""A step as the arrays that a GPU gets: `StepBatch.flatten`, and what it needs beside."""
+"""The input arrays of a step on a GPU: `StepBatch.flatten`, sampling, and awaited tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..batch import Int64s, StepBatch
 
 
 def sampling_arrays(batch: StepBatch) -> Int64s:
-    """[2, rows]: keys, and the bits of the temperatures in float64."""
+    """[2, rows]: keys, and temperatures as the bits of float64."""
     decodes, specs, n = batch.decodes, batch.specs, len(batch.decodes)
     arrays = np.empty((2, n + len(specs)), np.int64)
     arrays[:, :n] = decodes.keys.view(np.int64), decodes.temperatures.view(np.int64)
@@ -20,7 +20,7 @@ def sampling_arrays(batch: StepBatch) -> Int64s:
 
 
 def token_arrays(batch: StepBatch, block_size: int, num_tokens: int) -> Int64s:
-    """[4, num_tokens]: what `flatten` and `awaited_places` give. Tokens behind them are padding."""
+    """[4, num_tokens]: the results of `flatten` and `awaited_places`, then padding."""
     flat = batch.flatten(block_size)
     arrays, n = np.zeros((4, num_tokens), np.int64), flat.shape[1]
     arrays[:3, :n] = flat
@@ -29,7 +29,7 @@ def token_arrays(batch: StepBatch, block_size: int, num_tokens: int) -> Int64s:
 
 
 def decode_arrays(batch: StepBatch, block_size: int, num_tokens: int) -> Int64s:
-    """[6, num_tokens]: what `token_arrays` and `sampling_arrays` give. Padding is greedy."""
+    """[6, num_tokens]: the results of `token_arrays` and `sampling_arrays`. Padding is greedy."""
     arrays = np.zeros((6, num_tokens), np.int64)
     arrays[:4] = token_arrays(batch, block_size, num_tokens)
     arrays[4:, : len(batch.logits_indices)] = sampling_arrays(batch)
@@ -37,8 +37,8 @@ def decode_arrays(batch: StepBatch, block_size: int, num_tokens: int) -> Int64s:
 
 
 def awaited_places(batch: StepBatch) -> Int64s:
-    """[tokens]: where among the samples of the step before a token that is not known yet will be;
-    -1 for those that are known."""
+    """[tokens]: for each token that the host does not know yet, its place among the samples of the
+    previous step; -1 for known tokens."""
     at, places, end = list[int](), list[int](), len(batch.decodes)
     found = np.full(sum(batch.query_lens), -1, np.int64)
     found[:end] = batch.decodes.follows
@@ -53,8 +53,8 @@ def awaited_places(batch: StepBatch) -> Int64s:
 
 
 def places_of_samples(batch: StepBatch) -> Sequence[int]:
-    """Where the rows' tokens lie. A step behind this one finds them by slice; behind one with
-    drafts there is none."""
+    """The places of the rows' sampled tokens. The next step finds them by slice; after a step with
+    drafts no step is launched before these are collected, so they are in row order."""
     if any(piece.draft_samples for piece in batch.others):
         return range(len(batch.logits_indices))
     n = len(batch.decodes)
