@@ -118,7 +118,7 @@ class Channel:
             return not poll.poll(0)
 
     def restart_silence(self) -> None:
-        """Measure the silence from now: this process was suspended itself."""
+        """Measure the silence from now: this process itself was suspended."""
         if self._received_s is not None:
             self._received_s = time.monotonic()
 
