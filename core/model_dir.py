@@ -1,4 +1,4 @@
-"""Where a model lies on disk, and the small facts in its JSON files: stdlib only.
+"""The directory of a model, and small values in its JSON files: stdlib only.
 
 Knows no tensor: weights are engine/model/weights/checkpoint.py, the architecture is
 engine/model/model_config.py.

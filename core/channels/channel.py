@@ -56,7 +56,7 @@ class Channel:
                 raise ChannelBroken("the other side does not read")
 
     def flush(self) -> None:
-        """Send what is buffered, as far as the socket takes it. Raises ChannelBroken."""
+        """Send buffered bytes until the socket takes no more. Raises ChannelBroken."""
         with self._sending:
             self._flush()
 

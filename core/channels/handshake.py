@@ -141,7 +141,7 @@ class Listener:
         if self._opened is None:
             raise Unauthenticated("an answer came before an opening")
         opening, packed, nonce, key = self._opened
-        self._opened = None  # one answer a challenge
+        self._opened = None  # one answer per challenge
         if not hmac.compare_digest(answer, _prove(key, _BY_DIALER, packed, nonce, terms)):
             raise Unauthenticated("the other end does not hold the key")
         return opening

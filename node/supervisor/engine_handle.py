@@ -3,9 +3,9 @@
     members, orders ──► frames ──► engine process
     ledgers, journal, heartbeat ◄── frames ◄──┘
 
-The first start must succeed, or the node does not start. Restarts are tried for ever: 0.5 s after
-the first end, doubling to 60 s, and at 0.5 s again after a minute of health. A restart that takes
-several times as long as the first start is ended, and the next one may take twice as long.
+The first start must succeed, or the node does not start. Restarts are tried without limit: 0.5 s
+after the first end, doubling to 60 s, and 0.5 s again after a minute of health. A restart that
+takes several times as long as the first start is ended, and the next one may take twice as long.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ async def start_engine(
         writer.close()
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        with contextlib.suppress(TimeoutError):  # it may be blocked in the kernel for ever
+        with contextlib.suppress(TimeoutError):  # it may be blocked in the kernel
             await asyncio.wait_for(process.wait(), KILLED_S)
         raise
     return EngineHandle(process, reader, writer, ready, command.heartbeat_s, clock)

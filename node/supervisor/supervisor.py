@@ -122,7 +122,7 @@ class Supervisor:
         self._health = NodeHealth(self._is_ready, node.heartbeat_s)
         configs = engine_configs(engine, node)
         self._devices: dict[str, str] = {}  # by the engine's name
-        self._configs: dict[str, NodeConfig] = {}  # by the same
+        self._configs: dict[str, NodeConfig] = {}  # by the engine's name
         self._slots = [
             self._make_slot(config, None if len(configs) == 1 else index)
             for index, config in enumerate(configs)
