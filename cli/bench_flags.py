@@ -22,7 +22,7 @@ _SLO_NAMES = ("ttft_ms", "tbt_ms", "tpot_ms", "e2e_ms")
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
-    """Raises StartupFailed for flags that cannot be together."""
+    """The plan of the parsed flags. Raises StartupFailed for flags that exclude each other."""
     from ..loadgen.benchmark import Plan
     from ..loadgen.target import Target
 
@@ -50,7 +50,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         plot=arguments.plot,
     )
     _check(plan)
-    for path in (plan.result, plan.plot):  # before minutes of load, not behind them
+    for path in (plan.result, plan.plot):  # before minutes of load, not after them
         if path is not None and not path.absolute().parent.is_dir():
             raise StartupFailed(f"{path}: there is no folder {path.absolute().parent}")
     return plan
@@ -106,7 +106,7 @@ def _shape(arguments: argparse.Namespace) -> PromptShape:
 
 
 def _fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """More of each request's body; null leaves one out."""
+    """Additional fields of each request's body; null removes a field."""
     fields: dict[str, Any] = {} if arguments.ignore_eos else {"ignore_eos": None}
     if arguments.extra_body is None:
         return fields
@@ -139,7 +139,7 @@ def _slo(given: list[str] | tuple[()]) -> Slo:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Named as in vLLM's `bench serve` where it has the same."""
+    """Names are those of vLLM's `bench serve` where it has the same flag."""
     add = parser.add_argument
     add("--base-url", default="http://localhost:8000", help="of the target, with or without /v1")
     add("--model", help="the name to ask for; default: the one that the target serves")

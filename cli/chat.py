@@ -1,10 +1,10 @@
-"""`baton chat`: a shell. Lines in, the model's answer out, as it comes.
+"""`baton chat`: a shell. It reads lines and streams the model's output.
 
-`Shell` owns the commands and the settings; it sees the terminal and the gateway as functions. `run`
-joins it to the real ones. What is sent is the text so far, or a chat by the model's template:
+`Shell` has the commands and the settings; terminal and gateway are functions to it, which `run`
+connects. The prompt is the text so far, or a chat rendered by the model's template:
 
-    entry ── prompt ──► text to continue ── the model ──► answer ── answered ──► what follows
-An entry whose request failed is never `answered`, and so forgotten.
+    entry ── prompt ──► prompt's text ── the model ──► output ── answered ──► conversation
+An entry whose request failed is not `answered`, and so not part of the conversation.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Generate = Callable[[str, GenerateParams], Generation]
 class TextConversation:
     """A text that the model continues; later entries are appended to it.
 
-    `params` go with every request; `manner` is how it speaks to the model, for people.
+    `params` are set in every request; `manner` describes the conversation for people.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Chat:
         self._messages: list[Message] = []
 
     def prompt(self, entry: str) -> str:
-        """Raises InvalidRequest where the template refuses."""
+        """Raises InvalidRequest if the template refuses the messages."""
         asked = [*self._messages, {"role": "user", "content": entry}]
         return asyncio.run(self._template.render(asked, ())).text
 
@@ -112,7 +112,7 @@ Conversation: TypeAlias = TextConversation | Chat
 
 
 def conversation_with(served: str, model: str, served_model_name: str | None) -> Conversation:
-    """A chat, if `model` lies here, is the one `served`, and has a template."""
+    """A chat, if `model` is on this host, is the one `served`, and has a template."""
     try:
         model_dir = resolve_model_dir(model)
     except StartupFailed:
@@ -125,7 +125,7 @@ def conversation_with(served: str, model: str, served_model_name: str | None) ->
 
 @dataclass(eq=False)
 class Shell:
-    """One conversation at a terminal. `_read` is given what to show before the line; it raises
+    """One conversation at a terminal. `_read` takes the text to show before the line, and raises
     EOFError at the end of input."""
 
     _conversation: Conversation
@@ -136,7 +136,7 @@ class Shell:
     _last: Result | None = None
 
     def run(self) -> None:
-        """Until /quit or the end of input."""
+        """Run until /quit or the end of input."""
         while True:
             try:
                 entry = self._read_entry()
@@ -188,11 +188,11 @@ class Shell:
         except ValueError:
             self._write(f"{arguments[1]!r} is no {parse.__name__}\n")
             return
-        # Ranges are the gateway's to judge: its error names what is allowed.
+        # The gateway checks ranges: its error contains the allowed one.
         self._params = {**self._params, arguments[0]: value}  # type: ignore[misc]
 
     def _ask(self, entry: str) -> None:
-        """What was shown becomes part of the conversation, unless the request failed."""
+        """Generate and show. The output joins the conversation unless the request fails."""
         said = self._conversation
         answer = ""
         try:
@@ -215,7 +215,7 @@ class Shell:
 
 @contextmanager
 def _ctrl_c(action: Callable[[], None]) -> Iterator[None]:
-    """Meanwhile Ctrl-C does this instead of interrupting whatever line happens to run."""
+    """Within the context, Ctrl-C calls `action` instead of raising KeyboardInterrupt."""
     previous = signal.signal(signal.SIGINT, lambda *_: action())
     try:
         yield
@@ -253,10 +253,12 @@ def run(
     *,
     is_completion: bool,
 ) -> int:
-    """The shell on this terminal, at `address` or at a deployment of its own. The exit code.
+    """Run the shell on this terminal, with the gateway at `address` or a deployment of its own.
+    Returns the exit code.
 
-    A chat where `engine.model` is what is served and has a chat template, unless `is_completion`.
-    An API key, where the gateway wants one, is taken from BATON_API_KEY. Raises StartupFailed.
+    It is a chat if `engine.model` is the served one and has a chat template, unless
+    `is_completion`. The API key, if the gateway requires one, is BATON_API_KEY. Raises
+    StartupFailed.
     """
 
     def conversation(served: str) -> Conversation:
@@ -279,8 +281,9 @@ def run(
 
 
 def _ended_by_signals() -> Callable[[str], None]:
-    """SIGTERM ends this thread, by way of what stops the parts, whatever it waits for; so does a
-    call of what is returned, on any thread, with the name of a part that keeps ending."""
+    """Let SIGTERM end this thread, whatever it waits for, by SystemExit, so that the parts are
+    stopped. The returned function does the same from any thread, given the name of a part that
+    keeps ending."""
     ended: list[str] = []
     thread = threading.get_ident()
 
@@ -344,4 +347,5 @@ def _write(text: str) -> None:
 
 
 def _ignore(name: str, line: str) -> None:
-    """Children's lines would run into the conversation; a failure to start quotes them."""
+    """Drop a child's line: it would disturb the conversation. A failure to start quotes the last
+    ones."""

@@ -20,8 +20,8 @@ async def run(
 ) -> int:
     """Continue every prompt in one continuous batch and print them with the time it took.
 
-    One that cannot be served is reported, and left out: then the exit code is 1. Raises
-    InvalidRequest for what is to hold for all, StartupFailed.
+    A prompt that cannot be served is reported and left out: then the exit code is 1. Raises
+    InvalidRequest for the sampling parameters of all, StartupFailed.
     """
     wanted = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     sampling = SamplingParams(
@@ -32,7 +32,7 @@ async def run(
         print(line, file=sys.stderr, flush=True)
 
     with interruptible():
-        from ..engine.local import LocalEngine  # takes long, too
+        from ..engine.local import LocalEngine  # a long import
 
         local = LocalEngine.load(config, report)
     tokenizer = load_tokenizer(local.model_dir, local.runner.eos_token_ids)

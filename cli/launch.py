@@ -1,4 +1,5 @@
-"""launch_gateway, launch_prefill, launch_decode: flags in, one running process."""
+"""The commands launch_gateway, launch_prefill and launch_decode: they parse flags and run a
+process."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ _NODE = (EngineConfig, NodeConfig, ClusterConfig)
 
 
 def run_reporting(start: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Run a process's main coroutine; an error of ours becomes a line or two and exit code 1.
+    """Run a process's main coroutine; a BatonError becomes one or two lines and exit code 1.
 
-    `start` imports what it needs before the event loop exists: Ctrl-C during imports that take
-    long then ends the process, instead of a half-built server.
+    `start` does its imports before the event loop exists: Ctrl-C during long imports then ends the
+    process, instead of a half-built server.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else grpc logs every fork and goaway
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else grpc logs every fork and GOAWAY
     try:
         return event_loop.run(start)
     except BatonError as error:
@@ -49,7 +50,7 @@ def reporting(run: Callable[[], int]) -> int:
 
 
 def report_failure(error: BatonError) -> None:
-    """What is wrong, and what to do about it."""
+    """Print the cause, and what to do about it."""
     print(f"error: {error.message}", file=sys.stderr)
     if isinstance(error, StartupFailed) and error.hint:
         print(f"  try: {error.hint}", file=sys.stderr)

@@ -141,7 +141,7 @@ def _run_batch(arguments: argparse.Namespace) -> int:
 
 
 def _root_of(url: str) -> str:
-    """Without a /v1 at its end. Raises ValueError."""
+    """The URL without a /v1 at its end. Raises ValueError if it is not one of HTTP."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError(url)

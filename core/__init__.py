@@ -1,1 +1,1 @@
-"""What everything else is written in terms of: stdlib only, imports nothing of ours."""
+"""Basic types and tools of all other packages; imports no other package of Baton."""

@@ -1,6 +1,6 @@
 """All configuration but the engine's (engine_config.py): frozen dataclasses, validated once.
 
-The command-line flags are made from them (flags.py). What is found out at run time is no
+The command-line flags are made from them (flags.py). Values found out at run time are not
 configuration.
 """
 

@@ -1,6 +1,6 @@
 """One engine's configuration; the command-line flags are made from it (flags.py).
 
-What is found out at run time (number of KV blocks) is no configuration.
+Values found out at run time (number of KV blocks) are not configuration.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .flags import flag
 from .speculative_config import SpeculativeConfig, parse_speculative_config
 
 GPU_SWAP_GIB = 4.0  # as vLLM's default
-TBT_TARGET_MS = 25.0  # of engines that take whole requests, unless the operator says otherwise
+TBT_TARGET_MS = 25.0  # default of engines that take whole requests
 _MAX_RANK_TIMEOUT_S = 86_400.0
 
 
@@ -181,8 +181,8 @@ class EngineConfig:
 
     @property
     def kv_block_size(self) -> int:
-        """Tokens of a KV block. Of 8 bits a head's piece is whole cache lines from 32 tokens on: an
-        H200 reads them 3 % faster."""
+        """Tokens per KV block. With KV in 8 bits, a head's part of a block is whole cache lines
+        from 32 tokens on: an H200 reads them 3 % faster."""
         return self.block_size or (16 if self.kv_cache_dtype == "auto" else 32)
 
     def _check_disk(self) -> None:
@@ -196,7 +196,7 @@ class EngineConfig:
             raise StartupFailed("--kv-disk-path needs --swap-space above 0")
 
     def _check_pipeline(self) -> None:
-        """Raises StartupFailed where another flag is not for several stages."""
+        """Raises StartupFailed if a flag excludes several stages, or the hosts' flags are wrong."""
         if self.speculation is not None and self.pipeline_parallel_size > 1:
             raise StartupFailed(
                 "--speculative-config is not for engines with --pipeline-parallel-size above 1",
@@ -224,12 +224,12 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Of an engine: processes, each with a GPU of its own if there are any."""
+        """Processes of an engine, each with a GPU of its own if there are any."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def size_flags(self) -> str:
-        """The flags that `num_ranks` comes from, for people."""
+        """The flags that determine `num_ranks`, as text for people."""
         text = f"--tensor-parallel-size {self.tensor_parallel_size}"
         num_stages = self.pipeline_parallel_size
         return text if num_stages == 1 else f"{text} x --pipeline-parallel-size {num_stages}"
@@ -242,7 +242,7 @@ class EngineConfig:
 
     @property
     def max_drafts(self) -> int:
-        """Of a sequence in one step; 0: no speculation."""
+        """Most draft tokens per sequence and step; 0: no speculation."""
         return 0 if (of := self.speculation) is None else of.num_speculative_tokens
 
     @property
@@ -255,7 +255,7 @@ class EngineConfig:
         return None if self.tbt_target_ms is None else self.tbt_target_ms / 1000
 
     def swap_bytes(self, device_type: str) -> int:
-        """Of host memory for KV blocks, on "cuda" or "cpu"; without prefix caching none."""
+        """Bytes of host memory for KV blocks, on "cuda" or "cpu"; 0 without prefix caching."""
         if not self.enable_prefix_caching:
             return 0
         gib = self.swap_space

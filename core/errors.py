@@ -8,33 +8,34 @@
     ├── ModelNotFound
     ├── ResponseNotFound               no such response is kept for this caller
     ├── Unauthenticated
-    ├── PermissionDenied               known, but this is not the caller's to do
+    ├── PermissionDenied               authenticated, but the call is not permitted
     ├── Overloaded                     queue or credit full; retry later
-    │   └── RateLimited                a limit of the caller's own; carries when to try again
+    │   └── RateLimited                a limit of the caller's tenant; says when to retry
     ├── Unavailable                    no node for a role, draining; retry later
-    │   ├── NodeLost                   a node went away under the request; the gateway retries
-    │   ├── PromiseRefused             it would break an engine's promise; the gateway plans anew
-    │   └── TrialRefused               another suspect is on trial there; the gateway tries again
+    │   ├── NodeLost                   a node was lost during the request; the gateway retries
+    │   ├── PromiseRefused             would break an engine's promise; the gateway routes again
+    │   └── TrialRefused               another suspect request runs there; the gateway retries
     ├── DeadlineExceeded
     ├── Cancelled
-    ├── HandoffFailed                  the KV could not be passed; the gateway retries elsewhere
+    ├── HandoffFailed                  KV could not be transferred; the gateway retries elsewhere
     │   ├── FingerprintMismatch        the two sides differ; names the field
-    │   ├── StaleBlocks                a generation moved under the copy
+    │   ├── StaleBlocks                a block's generation changed during the copy
     │   ├── LeaseExpired
     │   └── UnknownTransfer            no such ticket here (never existed, finished, or cancelled)
-    ├── EngineFailed                   the engine process broke; its supervisor restarts it
+    ├── EngineFailed                   the engine process failed; its supervisor restarts it
+    │   └── HostLost                   another host of the engine is unreachable
     └── StartupFailed                  names what is wrong and what to do; the process exits 1
 
-Each error knows its gRPC status (by name: this module imports no grpc), its HTTP status, a stable
-`code` that survives the wire, and whether a retry can help. An InvalidRequest may carry one of
-INVALID_REQUEST_CODES in place of its class's.
+Each error has a gRPC status (by name: this module imports no grpc), an HTTP status, a stable `code`
+that is sent between processes, and a flag whether a retry can help. An InvalidRequest may have one
+of INVALID_REQUEST_CODES in place of its class's code.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-# What exactly is wrong with a request, for programs that want to know.
+# What exactly is wrong with a request, for programs.
 INVALID_REQUEST_CODES = frozenset(
     {
         *("array_too_long", "duplicate_field", "empty_array", "empty_prompt", "invalid_encoding"),
@@ -46,17 +47,17 @@ INVALID_REQUEST_CODES = frozenset(
 
 
 class BatonError(Exception):
-    """Base of all. `param` names the request field at fault, if one is.
+    """Base of all errors. `param`: the request field at fault, if any.
 
-    What a class does not name in its heading is as in its parent.
+    A class inherits from its parent what its class statement does not set.
     """
 
     code: str = "internal"
     grpc_status: ClassVar[str] = "INTERNAL"
     http_status: int = 500
     is_retryable: ClassVar[bool] = False
-    public_text: ClassVar[str] = ""  # for a caller whose fault it is not
-    retry_after_s: float = 1.0  # when a retry may help, if it can
+    public_text: ClassVar[str] = ""  # shown to callers instead of the message
+    retry_after_s: float = 1.0  # if a retry can help
 
     def __init_subclass__(
         cls,
@@ -90,7 +91,7 @@ class InvalidRequest(BatonError, code="invalid_request", grpc="INVALID_ARGUMENT"
 
 
 class AdapterRefused(InvalidRequest, code="adapter_refused"):
-    """A LoRA adapter is not one of this model, or of a kind that is not served."""
+    """A LoRA adapter does not fit the model, or is of a kind that is not served."""
 
 
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
@@ -108,7 +109,7 @@ class ModelNotFound(BatonError, code="model_not_found", grpc="NOT_FOUND", http=4
 
 
 class ResponseNotFound(BatonError, code="previous_response_not_found", grpc="NOT_FOUND", http=404):
-    """No such response is kept for this caller: it never was, expired, or is another gateway's."""
+    """No such response is kept for this caller: unknown, expired, or kept by another gateway."""
 
 
 class Unauthenticated(BatonError, code="unauthenticated", grpc="UNAUTHENTICATED", http=401):
@@ -116,13 +117,13 @@ class Unauthenticated(BatonError, code="unauthenticated", grpc="UNAUTHENTICATED"
 
 
 class PermissionDenied(BatonError, code="permission_denied", grpc="PERMISSION_DENIED", http=403):
-    """The credential is good, but does not go so far."""
+    """The credential is valid, but does not permit the call."""
 
 
 class Overloaded(
     BatonError, code="overloaded", grpc="RESOURCE_EXHAUSTED", http=429, is_retryable=True
 ):
-    """A bounded queue or a credit is full."""
+    """A bounded queue is full or a credit is used up."""
 
     def __init__(
         self, message: str, *, param: str | None = None, retry_after_s: float = 1.0
@@ -132,7 +133,7 @@ class Overloaded(
 
 
 class RateLimited(Overloaded, code="rate_limit_exceeded"):
-    """The caller's tenant is over a limit of its own."""
+    """The caller's tenant exceeds its own limit."""
 
 
 class Unavailable(BatonError, code="unavailable", grpc="UNAVAILABLE", http=503, is_retryable=True):
@@ -140,17 +141,17 @@ class Unavailable(BatonError, code="unavailable", grpc="UNAVAILABLE", http=503, 
 
 
 class NodeLost(Unavailable, code="node_lost", public_text="a node was lost under the request"):
-    """A node that held the request went away."""
+    """A node that processed the request was lost."""
 
 
 class PromiseRefused(
     Unavailable, code="would_break_promise", public_text="no engine has room for the request"
 ):
-    """With one more decode the engine's steps would take longer than it promised."""
+    """With one more decode the engine's steps would take longer than its promise."""
 
 
 class TrialRefused(Unavailable, code="on_trial", public_text="no engine is free for the request"):
-    """Another request under which an engine died is tried on this one."""
+    """The engine runs another gateway's suspect request: one during which an engine failed."""
 
 
 class DeadlineExceeded(BatonError, code="deadline_exceeded", grpc="DEADLINE_EXCEEDED", http=504):
@@ -158,7 +159,7 @@ class DeadlineExceeded(BatonError, code="deadline_exceeded", grpc="DEADLINE_EXCE
 
 
 class Cancelled(BatonError, code="cancelled", grpc="CANCELLED", http=499):
-    """The client gave up or called Abort."""
+    """The client cancelled, disconnected or called Abort."""
 
 
 class HandoffFailed(
@@ -169,25 +170,25 @@ class HandoffFailed(
     is_retryable=True,
     public_text="the KV cache could not be handed over",
 ):
-    """The KV blocks could not be passed from source to puller."""
+    """The KV blocks could not be transferred from source to puller."""
 
 
 class FingerprintMismatch(
     HandoffFailed, code="fingerprint_mismatch", grpc="FAILED_PRECONDITION", is_retryable=False
 ):
-    """Source and puller are not of one make; the message names the first field that differs."""
+    """Source and puller are incompatible; the message names the first field that differs."""
 
 
 class StaleBlocks(HandoffFailed, code="stale_blocks"):
-    """A block was reallocated while it was being copied; the copy was thrown away."""
+    """A block was reallocated while it was being copied; the copy was discarded."""
 
 
 class LeaseExpired(HandoffFailed, code="lease_expired"):
-    """The source took its blocks back before the pull was done."""
+    """The source released its blocks before the pull was complete."""
 
 
 class UnknownTransfer(HandoffFailed, code="unknown_transfer"):
-    """A message names a transfer that this side does not know, or knows to be over."""
+    """A message names a transfer that is unknown on this side, or over."""
 
 
 class EngineFailed(
@@ -196,7 +197,7 @@ class EngineFailed(
     is_retryable=True,
     public_text="an engine failed under the request",
 ):
-    """The engine process ended or raised; no token of this request can be trusted to follow."""
+    """The engine process ended or raised: no further token of the request can be trusted."""
 
 
 class HostLost(
@@ -206,7 +207,7 @@ class HostLost(
     http=503,
     public_text="a host of an engine was lost under the request",
 ):
-    """The engine ended since another of its hosts cannot be heard: no request is to blame."""
+    """The engine ended because another of its hosts is unreachable: no request is the cause."""
 
 
 class StartupFailed(BatonError, code="startup_failed"):
@@ -216,26 +217,26 @@ class StartupFailed(BatonError, code="startup_failed"):
         super().__init__(message, param=param)
         self.hint = hint
         if hint:
-            self.add_note(f"try: {hint}")  # for who sees a traceback
+            self.add_note(f"try: {hint}")  # shown with a traceback
 
 
 def _tree(root: type[BatonError]) -> dict[str, type[BatonError]]:
     found = {root.code: root}
     for child in root.__subclasses__():
-        found = _tree(child) | found  # one without a code of its own is its parent on the wire
+        found = _tree(child) | found  # a code that a class inherits stands for its parent
     return found
 
 
 def from_code(code: str, message: str, param: str | None = None) -> BatonError:
-    """Rebuild an error that came over the wire; an unknown code gives a plain `BatonError`."""
+    """Rebuild an error from another process; an unknown code gives a plain `BatonError`."""
     if code in INVALID_REQUEST_CODES:
         return InvalidRequest(message, param=param, code=code)
     return _tree(BatonError).get(code, BatonError)(message, param=param)
 
 
 def public_error(error: BatonError) -> BatonError:
-    """What a caller sees of an error: itself, or one of its class without a text from inside, which
-    may carry a path, an address or a foreign library's text. That one is for logs and operators.
+    """The error as callers see it: itself, or one of its class without the internal message, which
+    may contain a path, an address or a library's text. The original is for logs and operators.
     """
     if error.public_text:
         return type(error)(error.public_text)
@@ -243,7 +244,7 @@ def public_error(error: BatonError) -> BatonError:
 
 
 def from_grpc_status(status: str, message: str) -> BatonError:
-    """The error that a gRPC status without our code stands for: the first of the tree that has it,
-    or a plain `BatonError`."""
+    """The error for a gRPC status that came without a `code`: the first of BatonError and its
+    direct subclasses with that status, or a plain `BatonError`."""
     classes: list[type[BatonError]] = [BatonError, *BatonError.__subclasses__()]
     return next((cls for cls in classes if cls.grpc_status == status), BatonError)(message)

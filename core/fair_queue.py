@@ -41,7 +41,7 @@ class _Caller(Generic[T]):
         self.served = served
         self.items: OrderedDict[T, int] = OrderedDict()  # with their tokens; the head first
         self.num_tokens = 0
-        self.num_passing_tokens = 0  # of others, served since its last item
+        self.num_passing_tokens = 0  # of other callers, served since its last item
 
 
 class FairQueue(Generic[T]):
@@ -58,8 +58,8 @@ class FairQueue(Generic[T]):
         self._owners: dict[T, int] = {}  # of all items but the first ones: caller ids
         self._idle: dict[int, int] = {}  # counters above the floor
         self._floor = 0  # the lowest counter when an item was last served: no counter is below
-        self._chosen: _Caller[T] | None = None  # whose head is next; None: to be found
-        self._is_pinned = False  # it stays chosen
+        self._chosen: _Caller[T] | None = None  # the caller of the head; None: to be found
+        self._is_pinned = False  # `_chosen` stays
 
     def add(self, item: T, caller_id: int, num_tokens: int) -> None:
         """Queue `item` behind all others of its caller."""
@@ -124,7 +124,7 @@ class FairQueue(Generic[T]):
         if not caller.items:
             del self._callers[caller.caller_id]
             self._idle[caller.caller_id] = caller.served
-            if len(self._idle) > _MAX_IDLE:  # they are close to the floor
+            if len(self._idle) > _MAX_IDLE:  # little is lost: they are close to the floor
                 self._idle.clear()
 
     def served(self, caller_id: int) -> int:
@@ -173,7 +173,7 @@ class FairQueue(Generic[T]):
             self._chosen = None
 
     def _rank(self, caller: _Caller[T]) -> tuple[bool, int, int]:
-        num_tokens = next(iter(caller.items.values()))  # of its head
+        num_tokens = next(iter(caller.items.values()))  # of the caller's head
         share = num_tokens * len(self._callers)
         is_overdue = caller.num_passing_tokens > _PATIENCE * share
         served = caller.served + (0 if is_overdue else num_tokens)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 MAX_PORT = 65535
 
-# The URL may carry a password.
+# The URL may contain a password.
 SECRET_FIELDS = frozenset({"cluster_secret", "cluster_secret_also", "redis_url"})
 
 
@@ -87,11 +87,12 @@ def _add_flag(
         options["action"] = UrlWithoutPassword
     action = group.add_argument(*(f"--{name}" for name in names), **options)
     if base_type is bool:
-        action.type = _read_bool  # of the environment alone: the flag takes no value
+        action.type = _read_bool  # for the environment's value: the flag takes none
 
 
 class UrlWithoutPassword(argparse.Action):
-    """Of a flag, not of its environment variable: everybody on the host reads command lines."""
+    """Refuses a password in a flag, not in its environment variable: every user of the host can
+    read command lines."""
 
     def __call__(
         self,
@@ -114,7 +115,7 @@ def _has_password(url: str) -> bool:
         parts = urlsplit(url)
         return bool(parts.password) or "password" in parse_qs(parts.query)
     except ValueError:
-        return "@" in url  # no URL: an error of whoever connects, if nothing is to be hidden
+        return "@" in url  # no URL: if it has no password, connecting to it reports the error
 
 
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True} | {
@@ -132,8 +133,8 @@ def _read_bool(text: str) -> bool:
 def _reader(
     name: str, base_type: type, choices: tuple[str, ...] | None = None
 ) -> Callable[[str], Any]:
-    """What reads a flag's value and refuses, by the flag's name, what its unit cannot be. argparse
-    does not look for a default, such as the environment's value, among `choices`."""
+    """A parser of a flag's value that also checks the range, which the flag's name implies. It
+    checks `choices` as well: argparse does not for defaults, such as the environment's value."""
 
     def read(text: str) -> Any:
         try:
@@ -161,7 +162,7 @@ def parse(config: type[T], arguments: argparse.Namespace) -> T:
 
 
 def parse_all(arguments: argparse.Namespace, *configs: type) -> list[Any]:
-    """One of each of `configs`, as `parse` builds it."""
+    """An instance of each of `configs`, as `parse` builds it."""
     return [parse(config, arguments) for config in configs]
 
 
@@ -170,7 +171,7 @@ def to_argv(
 ) -> list[str]:
     """The flags that differ from the defaults.
 
-    Everybody on the host reads command lines: leave SECRET_FIELDS out and hand them over by
+    Every user of the host can read command lines: leave SECRET_FIELDS out and pass them by
     `to_environment`.
     """
     argv: list[str] = []
@@ -189,8 +190,8 @@ def to_argv(
 
 
 def environment_without(configs: Iterable[Any]) -> dict[str, str]:
-    """This process's environment, less what would give defaults to the flags of these configs: for
-    a child, whose command line leaves out what equals the code's defaults."""
+    """This process's environment without the variables that set defaults of these configs' flags:
+    for a child, whose command line leaves out values that equal the code's defaults."""
     names = {f"BATON_{field.name.upper()}" for c in configs for field in dataclasses.fields(c)}
     return {name: value for name, value in os.environ.items() if name not in names}
 
@@ -211,8 +212,8 @@ def from_json(config: type[T], values: dict[str, Any]) -> T:
 
 
 def from_caller(config: type[T], values: Mapping[str, Any]) -> T:
-    """The same of what somebody wrote in Python, with what flags check; paths and mappings become
-    the text that a flag would have. Raises StartupFailed."""
+    """Build `config` from values given in Python, with the checks of flags; paths and mappings
+    become the text that a flag would have. Raises StartupFailed."""
     hints = typing.get_type_hints(config)
     checked = dict(values)
     for field in dataclasses.fields(config):  # type: ignore[arg-type]

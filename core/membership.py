@@ -1,7 +1,7 @@
-"""What one engine announces to the cluster, and the directory of all. Hints for discovery, checked
-again on connecting.
+"""What one engine announces to the cluster, and the directory of all engines. Entries are hints for
+discovery, checked again on connecting.
 
-The types of its fields have what an entry of the directory (cluster/entries.py) may hold.
+The types of Member's fields limit what an entry of the directory (cluster/entries.py) may contain.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Count: TypeAlias = Annotated[int, Meta(gt=0, le=2**40)]
 
 
 class Role(enum.Enum):
-    """What a node's engines are for. The engine itself can do both."""
+    """What a node's engines are used for. Every engine can do both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -34,11 +34,11 @@ class Role(enum.Enum):
 class Member:
     """One engine of one node.
 
-    `incarnation` (32 hex digits) is drawn anew at every start of the engine process and names it
-    everywhere; `address` is the host:port of its node's gRPC server, `engine_address` where it
-    listens itself; processes with the same `host_id` (32 hex digits) reach it by a unix socket.
-    `name` and `device` ("cpu", "cuda:0,1", empty where nobody chose) are for people.
-    `can_constrain`: takes requests with a constraint.
+    `incarnation` (32 hex digits) is drawn at every start of the engine process and identifies it
+    everywhere; `address` is the host:port of its node's gRPC server, `engine_address` that of the
+    engine itself; processes with the same `host_id` (32 hex digits) reach it by a unix socket.
+    `name` and `device` ("cpu", "cuda:0,1", empty if none was set) are for people.
+    `can_constrain`: accepts requests with a constraint.
     """
 
     incarnation: HexId
@@ -57,9 +57,9 @@ class Member:
 
 
 class Directory(Protocol):
-    """Who is in the cluster. Entries are hints for discovery, never proof of life.
+    """The engines of the cluster. Entries are hints for discovery, never a proof of life.
 
-    `is_away`: it cannot be asked now.
+    `is_away`: the directory is unreachable now.
     """
 
     @property

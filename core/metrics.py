@@ -1,4 +1,4 @@
-"""The definitions of what we measure, once, for gateway, dashboard, demo and benchmarks.
+"""The definitions of the metrics, once, for gateway, dashboard, demo and benchmarks.
 
 TTFT         request sent to first non-empty token received, on the observer's clock
 TBT (= ITL)  one gap between consecutive tokens: many samples a request
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """When a request was sent and when each of its tokens came, on one monotonic clock."""
+    """When a request was sent and when each of its tokens arrived, on one monotonic clock."""
 
     sent_s: float
     token_s: tuple[float, ...]
@@ -47,7 +47,7 @@ class TokenTimes:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What one request is to keep to, in seconds; None: no target. TBT's is one for every gap."""
+    """A request's targets in seconds; None: no target. The TBT target holds for every gap."""
 
     ttft_s: float | None = None
     tbt_s: float | None = None
@@ -55,7 +55,7 @@ class Slo:
     e2e_s: float | None = None
 
     def is_met_by(self, times: TokenTimes) -> bool:
-        """Whether all targets are kept; a request without a token keeps none."""
+        """Whether all targets are met; a request without a token meets none."""
         found = (
             (times.ttft_s, self.ttft_s),
             (max(times.gaps_s, default=0.0), self.tbt_s),
@@ -77,5 +77,5 @@ def percentile(samples: Sequence[float], q: float) -> float | None:
 
 
 def goodput_rps(times: Sequence[TokenTimes], duration_s: float, slo: Slo) -> float:
-    """Requests per second that keep to the SLO."""
+    """Requests per second that meet the SLO."""
     return sum(map(slo.is_met_by, times)) / duration_s

@@ -1,4 +1,4 @@
-"""Where a model lies on disk, and the small facts in its JSON files: stdlib only.
+"""The directory of a model, and small values in its JSON files: stdlib only.
 
 Knows no tensor: weights are engine/model/weights/checkpoint.py, the architecture is
 engine/model/model_config.py.
@@ -59,8 +59,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def eos_token_ids(model_dir: Path, vocab_size: int) -> tuple[int, ...]:
     """The ids that end a generation: generation_config.json's, or else config.json's.
 
-    Without those that the vocabulary lacks: they cannot come. Empty if neither file names any.
-    Raises StartupFailed on anything but an id or a list of ids.
+    Ids outside the vocabulary are left out: they cannot be sampled. Empty if neither file names
+    any. Raises StartupFailed on anything but an id or a list of ids.
     """
     for file_name in ("generation_config.json", "config.json"):
         path = model_dir / file_name

@@ -1,8 +1,8 @@
-"""Time and chance as small Protocols.
+"""Time and randomness as small Protocols.
 
-Control-plane code (session, routing, leases, membership, tickets, schedulers) sees them only
+Control-plane code (session, routing, leases, membership, tickets, schedulers) uses them only
 through these, and Redis through `membership.Directory`, so the production code runs unmodified in a
-simulation. The real ones are `SystemClock` and `SystemEntropy` below; fakes live in tests/fakes.
+simulation. The real ones are `SystemClock` and `SystemEntropy` below; fakes are in tests/fakes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Clock(Protocol):
 
 
 class Entropy(Protocol):
-    """Chance: identifiers and sampling seeds."""
+    """Randomness: identifiers and sampling seeds."""
 
     def new_id(self) -> str:
         """128 random bits as 32 lowercase hex digits."""
@@ -33,9 +33,9 @@ class Entropy(Protocol):
 
 
 class SystemClock:
-    """The process's clocks. Wall time is anchored once, so one process's stamps never run back."""
+    """The process's clocks. Wall time is anchored once, so a process's stamps never go back."""
 
-    monotonic_s = staticmethod(time.monotonic)  # asked for each token
+    monotonic_s = staticmethod(time.monotonic)  # called for each token
 
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.monotonic_ns()

@@ -9,7 +9,7 @@ from .errors import StartupFailed
 
 NGRAM, DRAFT_MODEL, EAGLE3, MTP = "ngram", "draft_model", "eagle3", "mtp"
 METHODS = (NGRAM, DRAFT_MODEL, EAGLE3, MTP)
-MAX_DRAFTS = 16  # of a sequence in one step
+MAX_DRAFTS = 16  # draft tokens per sequence and step
 _MAX_LOOKUP = 64
 _FLAG = "--speculative-config"
 _DRAFT_EXAMPLE = '\'{"method": "draft_model", "model": "PATH", "num_speculative_tokens": 4}\''
@@ -18,9 +18,9 @@ _EXAMPLE = '\'{"method": "ngram", "num_speculative_tokens": 4}\''
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """`num_speculative_tokens`: drafts of a sequence in one step, at most. `model`: the folder of
-    the draft model or head. An n-gram is looked up that ends the tokens so far, the longest first,
-    of `prompt_lookup_max` to `prompt_lookup_min` tokens.
+    """`num_speculative_tokens`: most draft tokens per sequence and step. `model`: the folder of the
+    draft model or head. The n-gram method looks up the last tokens of the sequence, the longest
+    n-gram first: `prompt_lookup_max` down to `prompt_lookup_min` tokens.
     """
 
     method: str
@@ -59,7 +59,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         if name not in given:
             raise StartupFailed(f"{_FLAG}: {name!r} is missing", hint=_EXAMPLE)
     lookup = {"prompt_lookup_max", "prompt_lookup_min"} & given.keys()
-    if len(lookup) == 1:  # as in vLLM: one is both
+    if len(lookup) == 1:  # as in vLLM: the given one sets both
         both = given[next(iter(lookup))]
         given |= dict.fromkeys(("prompt_lookup_max", "prompt_lookup_min"), both)
     config = SpeculativeConfig(**given)

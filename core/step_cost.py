@@ -1,18 +1,20 @@
-"""The time that a step of an engine takes, as a function of what is in it. No engine, no clock.
+"""The time that a step of an engine takes, as a function of its work. No engine, no clock.
 
     seconds = base + products(rows) + attention * pairs + context * keys
             + (mixed + mixed attention * pairs, of prompts and decodes in one step)
 
-    rows    prompt tokens and decodes, which the weights are multiplied with: piecewise linear
-            between KNOTS, never falling. Weights are read once, whatever the rows, until arithmetic
-            takes longer; in a mixture of experts the first rows add experts until all are read
-    pairs   (query, key) of prompt tokens: a chunk of n behind c tokens has n * c + n * (n + 1) / 2
-    keys    that decodes read: the sum of their contexts
-    mixed   both kinds of attention in one step, which slow each other down
+    rows    prompt tokens and decodes, the rows of the GEMMs: piecewise linear between KNOTS, never
+            falling. Weights are read once, whatever the rows, until arithmetic takes longer; in a
+            mixture of experts, the first rows add experts until all are read
+    pairs   (query, key) pairs of prompt tokens: n * c + n * (n + 1) / 2 for a chunk of n tokens
+            after c tokens
+    keys    read by decodes: the sum of their context lengths
+    mixed   prefill and decode attention in one step, which slow each other down
 
-Engines measure it (engine/scheduling/costs/step_cost_estimator.py), plan by it, and send it with
-heartbeats; gateways estimate with it how long a request would take on each engine. For a pipeline
-it is the time of one stage: the time that a single request waits for the others is not included.
+Engines fit the coefficients (engine/scheduling/costs/step_cost_estimator.py), plan steps with them,
+and send them with heartbeats; gateways estimate from them how long a request would take on each
+engine. For a pipeline it is the time of one stage: the time that a single request waits for the
+other stages is not included.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from operator import mul
 
 KNOTS = (0, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows
 _WIDTHS = tuple(end - begin for begin, end in pairwise(KNOTS))
-LEAST_PROMPT_TOKENS = 16  # of a step with decodes: prompts must make progress
+LEAST_PROMPT_TOKENS = 16  # in a step with decodes, so that prompts make progress
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What is in one step. `pairs` and `keys` as above."""
+    """The work in one step. `pairs` and `keys`: see the module's docstring."""
 
     num_prompt_tokens: int = 0
     pairs: int = 0
@@ -41,7 +43,7 @@ class StepShape:
         return self.num_prompt_tokens + self.num_decodes
 
     def with_prompt(self, num_tokens: int, context: int) -> StepShape:
-        """This step with `num_tokens` more of a prompt of which `context` are computed."""
+        """This step with a chunk of `num_tokens` of a prompt that has `context` computed ones."""
         return StepShape(
             self.num_prompt_tokens + num_tokens,
             self.pairs + pairs_of(num_tokens, context),
@@ -51,15 +53,16 @@ class StepShape:
 
 
 def pairs_of(num_tokens: int, context: int) -> int:
-    """(query, key) pairs of a chunk of a prompt behind `context` tokens."""
+    """(query, key) pairs of a prompt's chunk after `context` tokens."""
     return num_tokens * context + num_tokens * (num_tokens + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """In seconds; none is negative. `row_s[i]`: for each row from KNOTS[i] to the next knot.
+    """Coefficients in seconds; none is negative. `row_s[i]`: per row from KNOTS[i] to the next
+    knot.
 
-    `max_rows`: the most rows of a measured step; beyond twice as many it is a guess.
+    `max_rows`: the most rows of a measured step; an estimate for twice as many or more is a guess.
     """
 
     base_s: float
@@ -69,7 +72,7 @@ class StepCost:
     max_rows: int = 0
     mixed_s: float = 0.0
     mixed_pair_s: float = 0.0
-    _to_knot_s: tuple[float, ...] = field(init=False, repr=False, compare=False)  # base and rows
+    _to_knot_s: tuple[float, ...] = field(init=False, repr=False, compare=False)  # base + rows
 
     def __post_init__(self) -> None:
         pieces_s = map(mul, self.row_s, _WIDTHS)
@@ -87,8 +90,8 @@ class StepCost:
     def prompt_tokens_within(
         self, seconds: float, beside: StepShape, context: int, most: int
     ) -> int:
-        """How many tokens of a prompt, behind `context` computed ones, fit into a step that takes
-        no longer than `seconds`; 0 to `most`."""
+        """How many tokens of a prompt, after `context` computed ones, fit into a step with `beside`
+        that takes no longer than `seconds`; 0 to `most`."""
 
         def takes_s(num_tokens: int) -> float:
             return self.seconds(beside.with_prompt(num_tokens, context))

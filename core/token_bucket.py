@@ -1,4 +1,4 @@
-"""How much of something may begin: so much at once, then at a steady rate."""
+"""A rate limit: a burst at once, then a steady rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class TokenBucket:
-    """What lies in it can be spent at once; it begins full, and an empty one is full again after
+    """Its level can be spent at once; it starts full, and an empty bucket is full again after
     `fill_s`. Times are monotonic seconds. For one thread."""
 
     size: int
@@ -19,13 +19,13 @@ class TokenBucket:
         self._level = float(self.size)
 
     def wait_s(self, cost: int, now_s: float) -> float:
-        """How long until `cost` can be spent; 0: now. More than it holds is due when it is full."""
+        """How long until `cost` can be spent; 0: now. More than `size` waits for a full bucket."""
         self._fill(now_s)
         missing = min(cost, self.size) - self._level
         return max(0.0, missing * self.fill_s / self.size)
 
     def spend(self, cost: int, now_s: float) -> None:
-        """Take `cost` out, into debt if need be; negative `cost` puts back what was not used."""
+        """Take `cost` out, into debt if necessary; a negative `cost` is put back."""
         self._fill(now_s)
         self._level = min(self._level - cost, float(self.size))
 

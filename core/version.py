@@ -6,7 +6,7 @@ from importlib import metadata
 
 
 def version() -> str:
-    """Empty where the source tree was never installed."""
+    """Empty if the package is not installed."""
     try:
         return metadata.version("baton-serve")
     except metadata.PackageNotFoundError:

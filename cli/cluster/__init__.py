@@ -1,1 +1,1 @@
-"""Looking at a running cluster: survey, ledgers, what must hold."""
+"""Inspection of a running cluster: survey, ledgers, consistency checks."""

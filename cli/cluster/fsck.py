@@ -1,13 +1,13 @@
-"""`baton fsck`: do all nodes of a cluster agree on who holds which blocks for whom?
+"""`baton fsck`: checks that all nodes of a cluster agree on requests, transfers and held blocks.
 
-    every engine     Redis knows it, it answers, its block counts add up
+    every engine     is listed in Redis, is reachable, its block counts add up
     every request    that keeps blocks for a transfer has one
     every transfer   is known on both sides: source HELD ── puller ATTACHED, QUEUED or PULLING
     every link       is known on both sides
     prefix index     lists all cached blocks, and none but cached and held ones
 
-Ledgers are taken at slightly different moments, so what is under way may look torn: `is_momentary`
-marks the findings that count only if a second look, some time later, finds them again.
+Ledgers are taken at slightly different times, so operations in progress may look inconsistent:
+`is_momentary` marks findings that count only if a second survey, some time later, has them too.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .survey import EngineView, Ledger, Survey, survey
 
 _SETTLE_S = 1.0
 
-_UNASKED = "waiting"  # a puller's transfer of which its source does not know yet
-_ENDING = "ending"  # given up; only copies in flight keep its memory
+_UNASKED = "waiting"  # a puller's transfer that is unknown to its source yet
+_ENDING = "ending"  # cancelled; its memory is kept only for copies in flight
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A finding, and whether it may only be a moment's."""
+    """A finding, and whether it may be due to the time of the survey."""
 
     finding: Finding
     is_momentary: bool = False
@@ -48,7 +48,7 @@ async def run(cluster: ClusterConfig, *, as_json: bool) -> int:
 
 
 async def examine(look: Callable[[], Awaitable[Survey]], settle_s: float) -> list[Finding]:
-    """The findings that last."""
+    """The findings, momentary ones only if a second survey has them too."""
     first = judge(await look())
     if not any(judged.is_momentary for judged in first):
         return [judged.finding for judged in first]
@@ -59,7 +59,7 @@ async def examine(look: Callable[[], Awaitable[Survey]], settle_s: float) -> lis
 
 
 def judge(found: Survey) -> list[Judged]:
-    """All that is wrong, and one line for each engine with which all is well."""
+    """All warnings and problems, and a line for each engine without lasting ones."""
     judged = [*_entries(found)]
     by_incarnation = {
         engine.member.incarnation: engine
@@ -122,7 +122,7 @@ def _counts(name: str, ledger: Ledger) -> Iterator[Judged]:
 
 
 def _requests(name: str, ledger: Ledger) -> Iterator[Judged]:
-    """Those that only wait for a transfer must have one."""
+    """Requests that only wait for a transfer must have one."""
     awaited = {transfer.key for transfer in ledger.transfers.values()}
     for key, request in sorted(ledger.requests.items()):
         if request.state in ("held", "reserved") and key not in awaited:
@@ -167,7 +167,7 @@ def _links(
 
 
 def _index(engine: EngineView, ledger: Ledger) -> Iterator[Judged]:
-    """A held block is in the index once it is full and computed."""
+    """A held block is in the index once it is full and computed, so the count has a range."""
     b, count = ledger.blocks, engine.num_published
     if count is None:
         text = "has nothing in the prefix index"
@@ -178,7 +178,7 @@ def _index(engine: EngineView, ledger: Ledger) -> Iterator[Judged]:
 
 
 def _doubles(found: Survey) -> Iterator[Judged]:
-    """A request decodes in one place. While it is handed over, two know it: held, and reserved."""
+    """A request runs on one engine. During a hand-off it is on two: held, and reserved."""
     running = Counter(
         key
         for engine in found.engines

@@ -1,7 +1,8 @@
-"""`baton index`: which engine has what of whose prompts cached, as Redis has it.
+"""`baton index`: how many blocks of each tenant's prompts each engine has cached, according to
+Redis.
 
-A block names its tenant by a tag that only the cluster secret leads to: with a key file tenants
-have their names, without one their tags.
+A block's hash begins with a tag of its tenant, derived from the cluster secret: with a key file
+tenants are listed by their names, without one by their tags.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _HEAD = ("engine", "role", "tenant", "tier", "blocks", "tokens", "written")
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """Blocks of one tenant in one tier of one engine. `tier`: where a block is at best; `age_s`:
-    since the last page with one of them was written."""
+    """Blocks of one tenant in one tier of one engine. `tier`: the fastest that has the block;
+    `age_s`: time since the last page with one of them was written."""
 
     engine: str
     incarnation: str
@@ -49,15 +50,15 @@ class Cached:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """`missing`: engines that have nothing there that can be read."""
+    """`missing`: engines without readable contents in the index."""
 
     rows: tuple[Cached, ...]
     missing: tuple[str, ...]
 
 
 async def run(cluster: ClusterConfig, key_file: str | None, *, as_json: bool) -> int:
-    """Print it. Raises StartupFailed if Redis does not answer or lists no engine, or on a bad key
-    file."""
+    """Print the listing. Raises StartupFailed if Redis does not answer or lists no engine, or for a
+    bad key file."""
     secret = ClusterSecret.of(cluster)
     names = {NO_TENANT: "-"} | tenant_names(secret, key_file)
     async with answering_redis(cluster.redis_url, cluster.cluster, secret) as redis:
@@ -73,7 +74,7 @@ async def run(cluster: ClusterConfig, key_file: str | None, *, as_json: bool) ->
 
 
 def tenant_names(secret: ClusterSecret, key_file: str | None) -> dict[bytes, str]:
-    """Of the file's tenants, by their tags. Raises StartupFailed."""
+    """The names of the file's tenants, by their tags. Raises StartupFailed."""
     if key_file is None:
         return {}
     if secret.current is None:
@@ -92,7 +93,7 @@ def tenant_names(secret: ClusterSecret, key_file: str | None) -> dict[bytes, str
 async def read_listing(
     link: RedisIndexLink, members: Iterable[Member], names: Mapping[bytes, str], unix_s: int
 ) -> Listing:
-    """What these engines have, by their names. Raises RedisAway."""
+    """The cached blocks of these engines, in the order of their names. Raises RedisAway."""
     rows: list[Cached] = []
     missing: list[str] = []
     for member in sorted(members, key=lambda member: (member.role.value, member.name)):
@@ -138,7 +139,7 @@ def _by_tag(hashes: Iterable[BlockHash]) -> Counter[bytes]:
 
 
 def render(found: Listing) -> str:
-    """A table, with a line for each engine that is missing."""
+    """The listing as a table, with a line for each missing engine."""
     rows: list[Sequence[str]] = [_HEAD]
     rows += [
         (

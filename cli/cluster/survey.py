@@ -1,6 +1,7 @@
-"""Surveys a whole cluster: who is in Redis, who answers, and with which ledger.
+"""Surveys a whole cluster: which engines are in Redis, which are reachable, and their ledgers.
 
-An engine lives if it welcomes whoever dials it as a gateway would; nothing is dispatched.
+An engine is alive if it sends its welcome to a dialer with a gateway's handshake; nothing is
+dispatched.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class HeldRequest:
-    """A request as an engine has it."""
+    """A request in an engine's ledger."""
 
     state: str  # waiting, running, held, reserved
     num_blocks: int
@@ -60,9 +61,9 @@ class HeldRequest:
 
 @dataclass(frozen=True, slots=True)
 class LedgerTransfer:
-    """One side's view of a hand-off. `key`: the request, unless its prompt has not come.
+    """One side's view of a hand-off. `key`: the request; None if its prompt has not arrived.
 
-    A source names its `puller`, a puller its `source`: incarnations.
+    A source has the incarnation of its `puller`, a puller that of its `source`.
     """
 
     state: str
@@ -81,8 +82,8 @@ class LedgerTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What an engine reports of itself. `peers`: incarnations with an open link, and how far each
-    pair has come."""
+    """An engine's report of its blocks, requests and transfers. `peers`: the state of each open
+    link, by the peer's incarnation."""
 
     node: str
     blocks: Blocks
@@ -93,7 +94,7 @@ class Ledger:
 
 
 def parse_ledger(text: str) -> Ledger:
-    """Raises BadLedger for JSON of another form: the engine may be of another version."""
+    """Raises BadLedger for JSON of another form: the engine may have another version."""
     try:
         raw = msgspec.json.decode(text)
         if isinstance(raw, dict) and "error" in raw:
@@ -110,9 +111,9 @@ _LEDGER_S = 12.0  # a node waits up to 10 s for an engine that hangs
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine. `member` is None if no entry in Redis is its; `silence`: why there is no ledger.
+    """One engine. `member`: its entry in Redis, or None; `silence`: why there is no ledger.
 
-    `num_published`: blocks that it has by the prefix index; None if it has nothing there.
+    `num_published`: its blocks in the prefix index; None if it has nothing there.
     """
 
     name: str
@@ -125,7 +126,7 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """One look at a cluster."""
+    """The state of a cluster."""
 
     engines: tuple[EngineView, ...]
     num_bad_entries: int = 0
@@ -162,7 +163,7 @@ async def count_published(link: RedisIndexLink, incarnations: Iterable[str]) -> 
 
 
 async def members_of(redis: RedisClient) -> tuple[tuple[Member, ...], int]:
-    """The directory, and how many of its entries are junk or not signed with our secret."""
+    """The directory, and how many of its entries are invalid or signed with another secret."""
     directory = RedisDirectory(redis)
     async with aclosing(directory.watch()) as watch:  # type: ignore[type-var]
         members: tuple[Member, ...] = await anext(watch)
@@ -172,7 +173,7 @@ async def members_of(redis: RedisClient) -> tuple[tuple[Member, ...], int]:
 async def _look_at(
     members: Sequence[Member], secret: ClusterSecret, tls: ClusterTls | None
 ) -> list[EngineView]:
-    """All engines of one node: those that Redis names, `members`, and those that it does not."""
+    """All engines of one node: `members`, which are in Redis, and others."""
     address, role = members[0].address, members[0].role.value
     async with open_channel(address, tls, role, _CHANNEL_OPTIONS) as channel:
         stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
@@ -189,7 +190,7 @@ async def _look_at(
 
 
 async def _ledgers(stub: Any, secret: ClusterSecret, address: str) -> tuple[dict[str, Ledger], str]:
-    """The node's ledgers by engine name, and what went wrong with the rest."""
+    """The node's ledgers by engine name, and the error if some are missing."""
     found, silence = dict[str, Ledger](), ""
     try:
         texts = await ask_ledgers(stub, secret, address)

@@ -1,8 +1,8 @@
 """One part of a deployment as a child process: its start, the lines that it prints, its end.
 
-A child prints one line `ready: <role> <name> <addresses>` when it can serve. Its other lines go to
-`report`; a gateway's startup lines are kept too, for the end of the start. Which children there
-are, and which are started again, is decided elsewhere (deployment.py, gateways.py, child_group.py).
+A child prints one line `ready: <role> <name> <addresses>` when it can serve. Its lines go to
+`report`; a gateway's startup lines are also kept, to be printed once all is ready. The children of
+a deployment are chosen in deployment.py and gateways.py, and restarted in child_group.py.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ...gateway.process.startup_message import READY, TRY
 
 GATEWAY = "gateway"
 
-_NODE_HUNG_S = 30.0  # gateways go around a node long before; as long as its engines have
+_NODE_HUNG_S = 30.0  # as for engines; gateways avoid a hung node long before
 _CAUSE, _HINT = "error: ", "  try: "  # how launch.py reports a failure
 _MAX_LINE_BYTES = 1 << 20
 
-# A part that is stopped while it imports ends by the signal, not with a trace of its imports.
+# A part that is stopped during its imports ends by the signal, not with a traceback.
 _PART = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -42,7 +42,7 @@ Report = Callable[[str, str], None]  # (name of the child, one line)
 
 @dataclass(slots=True)
 class Child:
-    """`ready` has its gRPC address; `addresses` are all that it named then, and empty before."""
+    """`ready`: its gRPC address; `addresses`: all those of its ready line, empty before that."""
 
     name: str
     configs: tuple[object, ...]
@@ -67,7 +67,7 @@ class Child:
         *,
         inherits_stderr: bool = False,
     ) -> Child:
-        """What launch_<role> starts, the role being the first part of the name."""
+        """Start launch_<role>, where the role is the first part of `name`."""
         role = role_of(name)
         all_configs = (*configs, cluster)
         argv = [
@@ -88,10 +88,10 @@ class Child:
                 | flags.to_environment(cluster)
                 | watch.environment,
                 pass_fds=[watch.fd],
-                start_new_session=True,  # Ctrl-C reaches us alone: we stop the parts in order
+                start_new_session=True,  # Ctrl-C reaches the parent only, which stops the parts
                 limit=_MAX_LINE_BYTES,
             )
-        except BaseException:  # a cancel too
+        except BaseException:  # also if cancelled
             watch.close()
             raise
         ready = asyncio.get_running_loop().create_future()
@@ -100,7 +100,7 @@ class Child:
         return child
 
     async def _read(self, report: Report) -> None:
-        """Pass its lines on until it ends; note its ready line."""
+        """Report its lines until it ends, and evaluate its ready line."""
         assert self.process.stdout is not None
         async for line in lines_of(self.process.stdout):
             self.last_lines = [*self.last_lines[-9:], line]
@@ -109,7 +109,7 @@ class Child:
                 self.ready.set_result(self.addresses[-1])
             if line.startswith((READY, TRY)):
                 self.startup_lines.append(line)
-            with contextlib.suppress(OSError, ValueError):  # the pipe is emptied all the same
+            with contextlib.suppress(OSError, ValueError):  # keep emptying the pipe
                 report(self.name, line)
             if line.startswith(TRY):
                 self.are_startup_lines_complete.set()
@@ -119,12 +119,13 @@ class Child:
             self.ready.set_exception(self.failure())
 
     def ask_to_stop(self) -> None:
-        """By Ctrl-C's signal, of which an interpreter that just starts would make a trace."""
+        """Send SIGINT, or SIGTERM if it is not ready: a starting interpreter would print a
+        traceback for SIGINT."""
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGINT if self.addresses else signal.SIGTERM)
 
     async def until_over(self, report: Report) -> None:
-        """Wait until its process has ended; one that is hung is killed."""
+        """Wait until its process has ended; if its event loop hangs, the process is killed."""
         ended = asyncio.create_task(self.process.wait())
         hung = asyncio.create_task(self.watch.until_hung())
         try:
@@ -139,16 +140,16 @@ class Child:
             hung.cancel()
 
     async def close(self) -> None:
-        """Once its process has ended: read its last lines."""
+        """Call once its process has ended: reads its last lines."""
         self.watch.close()
         if self.reader is not None:
             await self.reader
         if self.ready.done():
             with contextlib.suppress(StartupFailed, asyncio.CancelledError):
-                self.ready.result()  # looked at, so asyncio does not complain
+                self.ready.result()  # else asyncio logs an exception that was never retrieved
 
     def failure(self) -> StartupFailed:
-        """Its own two lines on its end, if it printed them; else its last lines."""
+        """The error and hint that it printed, if any; else its exit code and last lines."""
         lines = self.last_lines
         causes = [number for number, line in enumerate(lines) if line.startswith(_CAUSE)]
         if causes:
@@ -159,7 +160,7 @@ class Child:
         return StartupFailed(f"{self.name} ended with code {self.process.returncode}{said}")
 
     def configs_again(self) -> tuple[object, ...]:
-        """Its configurations; a gateway's with the ports that it found, which its callers know."""
+        """Its configurations for a restart; a gateway's with the ports that its clients use."""
         ports = [int(address.rpartition(":")[2]) for address in reversed(self.addresses)]
         names = ("grpc_port", "http_port", "own_http_port")
         found: dict[str, Any] = dict(zip(names, ports, strict=False))
@@ -170,12 +171,12 @@ class Child:
 
 
 def role_of(name: str) -> str:
-    """Of `prefill-0`, `prefill`."""
+    """The role in a child's name: `prefill` for `prefill-0`."""
     return name.partition("-")[0]
 
 
 async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Lines until the end. One that is too long is left out: unread, it would stop the child."""
+    """Lines until the end. One that is too long is replaced: unread, it would block the child."""
     while True:
         try:
             raw = await stream.readline()

@@ -1,7 +1,7 @@
-"""Children that run together: which of them are started again, and when, and how all are stopped.
+"""Child processes that run together: which are restarted, and when, and how all are stopped.
 
     started ── ready ──► keep: one that ends, or hangs, is started again ──► stop
-`run` is the process around them. One child alone is child.py.
+`run` is the main coroutine of their parent process. A single child is in child.py.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from ...core.process.event_loop import StopSignals
 from ...core.process.logs import print_line
 from .child import Child, Report
 
-_RESTART_S, _RESTART_MAX_S = 0.2, 5.0  # longer each time: a port may take a moment to be free
-_WELL_S = 30.0  # after so long an end is the first again
+_RESTART_S, _RESTART_MAX_S = 0.2, 5.0  # longer each time: a port may not be free at once
+_WELL_S = 30.0  # after this uptime, an end counts as the first again
 
 
 @dataclass(slots=True)
 class ChildGroup:
-    """`max_ends`: of one child, one soon after the other, before `keep` returns; None: any."""
+    """`max_ends`: how often one child may end in quick succession before `keep` returns; None: no
+    limit."""
 
     report: Report
     max_ends: int | None = None
-    inherits_stderr: bool = False  # else what a child logs is reported
+    inherits_stderr: bool = False  # if not, a child's log lines go to `report`
     children: list[Child] = field(default_factory=list)
 
     async def launch(self, name: str, configs: tuple[object, ...], cluster: ClusterConfig) -> Child:
-        """Start one more."""
+        """Start another child."""
         child = await Child.start(
             name, configs, cluster, self.report, inherits_stderr=self.inherits_stderr
         )
@@ -41,16 +42,16 @@ class ChildGroup:
         return child
 
     async def until_ready(self) -> None:
-        """Raises StartupFailed if one ends before."""
+        """Wait until all are ready. Raises StartupFailed if one ends before."""
         await asyncio.gather(*(child.ready for child in self.children))
 
     def beside(self) -> Mapping[str, Coroutine[Any, Any, None]]:
-        """What else `keep` is to run, by name."""
+        """Further coroutines for `keep` to run, by name."""
         return {}
 
     async def keep(self) -> str:
-        """Start children again that end by themselves, or whose event loop stands still. Returns
-        the name of one that keeps ending."""
+        """Restart children that end by themselves, or whose event loop hangs. Returns the name of
+        one that keeps ending."""
         keepers = {asyncio.create_task(self._keep(child)): child.name for child in self.children}
         for name, coroutine in self.beside().items():
             keepers[asyncio.create_task(coroutine)] = name
@@ -65,7 +66,7 @@ class ChildGroup:
             await asyncio.gather(*keepers, return_exceptions=True)
 
     async def _keep(self, child: Child) -> None:
-        """Until it has ended too often, one soon after the other."""
+        """Restart one child until it has ended too often in quick succession."""
         num_ends = 0
         while True:
             await child.until_over(self.report)
@@ -77,8 +78,8 @@ class ChildGroup:
             child = await self._start_again(child)
 
     async def _start_again(self, child: Child) -> Child:
-        """The one in its place; itself, ended once more, where this host has no descriptors,
-        processes or memory left: later it may."""
+        """The child's replacement, or `child` itself as if it had ended again, if this host is out
+        of descriptors, processes or memory, perhaps temporarily."""
         await child.close()
         try:
             again = await self.launch(child.name, child.configs_again(), child.cluster)
@@ -90,12 +91,12 @@ class ChildGroup:
         return again
 
     def hurry(self) -> None:
-        """While they stop: whatever is still there need not end in order."""
+        """While children are being stopped: stop all that are left now, in no order."""
         for child in self.children:
             child.ask_to_stop()
 
     async def end(self, children: Sequence[Child], grace_s: float) -> None:
-        """End these, all at once; what will not end is killed."""
+        """Stop these children, all at once; those that do not end within `grace_s` are killed."""
         for child in children:
             child.ask_to_stop()
         for child in children:
@@ -117,8 +118,8 @@ async def run(
     running: AbstractAsyncContextManager[object],
     announce: Callable[[K], Awaitable[None]],
 ) -> int:
-    """Enter what has the group run, announce and keep it, and leave on SIGINT or SIGTERM; a second
-    one hurries its end. Returns the exit code."""
+    """Enter `running`, which starts the group, announce and keep the group, and exit on SIGINT or
+    SIGTERM; a second signal hurries the exit. Returns the exit code."""
     signals = StopSignals()
     hurrying = asyncio.create_task(_hurry(signals, group))
     starting = asyncio.create_task(running.__aenter__())

@@ -30,7 +30,7 @@ _HEADER = (
 
 
 class _Screen:
-    """Several streams on one terminal: each line appears whole, behind its request's number."""
+    """Several streams on one terminal: whole lines, each after its request's number."""
 
     def __init__(self) -> None:
         self._colour = sys.stdout.isatty()
@@ -54,7 +54,7 @@ class _Screen:
 
 
 async def run(max_tokens: int, *, verbose: bool) -> int:
-    """Start, stream, print, stop. Returns the exit code. Raises InvalidRequest."""
+    """Start a deployment, stream, print, stop. Returns the exit code. Raises InvalidRequest."""
     SAMPLING["max_tokens"].kind.check(max_tokens, "max_tokens", 0)
     began_s = time.monotonic()
     running = asyncio.current_task()
@@ -93,7 +93,7 @@ async def _stream_all(address: str, max_tokens: int) -> list[Result]:
             screen.end(number)
             return stream.result
 
-        # The third prompt goes ahead of its twin, so that the twin finds its prefix cached.
+        # The third prompt is sent before the fourth, which then finds their prefix cached.
         third = await one(3, PROMPTS[2])
         others = [(i, p) for i, p in enumerate(PROMPTS, 1) if i != 3]
         first, second, *rest = await asyncio.gather(*(one(i, p) for i, p in others))
@@ -105,7 +105,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def print_table(results: list[Result]) -> None:
-    """One row per request: who served it, what moved, how fast."""
+    """Print a row per request: its nodes, its transferred KV, its times."""
     rows = [_HEADER]
     for number, result in enumerate(results, 1):
         times = result.times

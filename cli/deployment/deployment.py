@@ -1,7 +1,7 @@
 """A whole deployment on one host: Redis, nodes, gateway, as child processes.
 
-Owns their start, their readiness, and their end in order; knows nothing of requests. Which child is
-started again, and when, is child_group.py's.
+Responsible for their start, readiness, and ordered shutdown. Knows no request. Restarts of children
+are in child_group.py.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from .child import GATEWAY, Child, Report, role_of
 from .child_group import ChildGroup
 from .gateways import shared_ports
 
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # how to dial who listens everywhere
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # to dial a listener on all addresses
 SPAWN_URL = "redis+spawn://"
 _STOP_GRACE_S = 8.0
 _LOOK_AGAIN_S = 0.05
-_MOST_ENDS = 5  # of one part, one soon after the other
-_REDIS_RESTART_S, _REDIS_RESTART_MAX_S = 0.2, 5.0  # what runs goes on without it
-_REDIS_WELL_S = 30.0  # after so long an end is the first again
+_MOST_ENDS = 5  # of one part, in quick succession
+_REDIS_RESTART_S, _REDIS_RESTART_MAX_S = 0.2, 5.0  # running requests go on without it
+_REDIS_WELL_S = 30.0  # after this uptime, an end counts as the first again
 
 
 class Deployment(ChildGroup):
-    """`async with Deployment(...) as d`: everything runs; `d.address` is the gateways'."""
+    """Runs within `async with Deployment(...) as d`; `d.address` is that of the gateways."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Deployment(ChildGroup):
             raise StartupFailed(
                 f"not ready after {self.up.start_timeout_s:.0f} s: {what}", hint="--start-timeout-s"
             ) from error
-        except BaseException:  # a cancel too: what was started must end
+        except BaseException:  # also if cancelled: started children must end
             await self.stop()
             raise
         return self
@@ -86,7 +86,7 @@ class Deployment(ChildGroup):
         await self.stop()
 
     async def _start(self) -> None:
-        self.num_engines()  # what the nodes would refuse is refused before any is started
+        self.num_engines()  # raises what the nodes would raise, before any of them is started
         if self.up.certs is not None:
             self.gateway = with_server_certificate(self.gateway, Path(self.up.certs))
         self.cluster = replace(
@@ -114,8 +114,8 @@ class Deployment(ChildGroup):
         return self._redis.url
 
     def _nodes(self) -> list[tuple[str, NodeConfig]]:
-        """One node per role over its GPUs; without GPUs, as many nodes as were asked for. Engines
-        that all do both are decode nodes'."""
+        """One node per role with its GPUs; without GPUs, as many nodes as the flags request. If
+        every engine does both, all nodes are decode nodes."""
         up, nodes = self.up, []
         prefill = ("prefill", up.prefill_gpus, up.num_prefill_nodes)
         decode = ("decode", up.decode_gpus, up.num_decode_nodes)
@@ -132,7 +132,7 @@ class Deployment(ChildGroup):
         await self.launch(name, configs, cluster)
 
     async def _until_linked(self) -> None:
-        """Raises StartupFailed if a part ends meanwhile: nobody starts it again yet."""
+        """Raises StartupFailed if a part ends meanwhile: parts are not restarted yet."""
         linking = asyncio.create_task(self.wait_linked())
         ends = {asyncio.create_task(child.process.wait()): child for child in self.children}
         try:
@@ -148,8 +148,8 @@ class Deployment(ChildGroup):
                 task.cancel()
 
     async def wait_linked(self) -> None:
-        """Wait until the gateway sees every engine of ours, each decode engine linked to all of our
-        sources: others may use the same Redis."""
+        """Wait until the gateway sees every engine of this deployment, each decode engine linked to
+        all of its sources. Engines of others that use the same Redis are ignored."""
         num_engines = self.num_engines()
         async with self.client() as client:
             while True:
@@ -164,17 +164,17 @@ class Deployment(ChildGroup):
                 ours = [node for node in nodes if node.address in addresses]
                 sources = {node.incarnation for node in ours if node.role == "prefill"}
                 pullers = [node for node in ours if node.role == "decode"]
-                num_ready = sum(node.is_ready for node in ours)  # has said how it is
+                num_ready = sum(node.is_ready for node in ours)  # sent a heartbeat
                 if num_ready == num_engines and all(sources <= set(node.links) for node in pullers):
                     return
                 await asyncio.sleep(_LOOK_AGAIN_S)
 
     def num_engines(self) -> int:
-        """As many as the nodes will start. Raises StartupFailed where they would."""
+        """The number of engines that the nodes will start. Raises StartupFailed if they would."""
         return sum(len(engine_configs(self.engine, node)) for _, node in self._nodes())
 
     def client(self) -> AsyncClient:
-        """A client of the gateway that may look at its nodes, keys or not."""
+        """A client of the gateway that may list its nodes, with or without API keys."""
         key = operator_key(self.cluster.cluster_secret or "")
         host, _, port = self.address.rpartition(":")
         address = f"{_LOOPBACK.get(host, host)}:{port}"
@@ -184,7 +184,8 @@ class Deployment(ChildGroup):
         return {} if self._redis is None else {"redis": self._keep_redis(self._redis)}
 
     async def _keep_redis(self, redis: RedisServer) -> None:
-        """An empty one at the same address: nodes announce themselves and their caches again."""
+        """Restart Redis, empty, at the same address: nodes announce themselves and their caches
+        again."""
         began_s, delay_s = time.monotonic(), _REDIS_RESTART_S
         while True:
             end = await _end_of(redis)
@@ -199,7 +200,7 @@ class Deployment(ChildGroup):
                 self.report("redis", f"cannot be started: {error}")
 
     async def stop(self) -> None:
-        """End every child, the gateways first, and Redis last; what will not end is killed."""
+        """Stop every child, the gateways first, and Redis last; kill those that do not end."""
         await self.end(self.gateways, self.gateway.shutdown_timeout_s + _STOP_GRACE_S)
         await self.end([*self.children], _STOP_GRACE_S)
         self._ports.close()
@@ -209,7 +210,7 @@ class Deployment(ChildGroup):
 
 
 async def _end_of(redis: RedisServer) -> str:
-    """Wait until it has ended, or nobody can reach it any more; returns which."""
+    """Wait until Redis has ended, or its socket was removed; returns which, as text."""
     was_there = False
     while (code := redis.process.poll()) is None:
         is_there = redis.socket_path.exists()
@@ -221,7 +222,7 @@ async def _end_of(redis: RedisServer) -> str:
 
 
 def _with_promise(engine: EngineConfig, up: UpConfig) -> EngineConfig:
-    """Engines that promise something take whole requests: so do all, or none."""
+    """Engines with a step-time promise take whole requests: all engines have one, or none."""
     if up.mode != "disaggregated":
         return replace(engine, tbt_target_ms=engine.tbt_target_ms or TBT_TARGET_MS)
     if engine.tbt_target_ms is not None:
@@ -230,7 +231,7 @@ def _with_promise(engine: EngineConfig, up: UpConfig) -> EngineConfig:
 
 
 def _check_adapters(engine: EngineConfig, gateway: GatewayConfig) -> None:
-    """Raises StartupFailed where adapters are to be served by engines that take none."""
+    """Raises StartupFailed if adapters are to be served but the engines do not support them."""
     if gateway.lora_modules and not engine.enable_lora:
         raise StartupFailed(
             "--lora-modules: the engines serve no LoRA adapters", hint="--enable-lora beside it"
@@ -238,7 +239,7 @@ def _check_adapters(engine: EngineConfig, gateway: GatewayConfig) -> None:
 
 
 def _check_node(node: NodeConfig) -> None:
-    """Raises StartupFailed for what only one node can have: here are several."""
+    """Raises StartupFailed for flags that only a single node can have: here are several nodes."""
     for name in ("port", "engine_port", "advertise", "advertise_engine", "name"):
         if getattr(node, name):
             raise StartupFailed(
@@ -253,8 +254,9 @@ def running_in_background(
 ) -> Iterator[str]:
     """Start it on a thread of its own, yield the gateway's address, stop it. Raises StartupFailed.
 
-    Its children die with the thread that started them: it lives as long as this context. `give_up`
-    is called there with the name of one that keeps ending, once all have ended.
+    Its children end with the thread that started them, which lives as long as this context.
+    `give_up` is called on that thread with the name of a part that keeps ending, once all have
+    ended.
     """
     started: Future[str] = Future()
 
@@ -269,13 +271,13 @@ def running_in_background(
         except Exception as error:
             if started.done():
                 raise
-            started.set_exception(error)  # whatever it is: the caller's thread raises it
+            started.set_exception(error)  # of any type: the caller's thread raises it
 
     loop = asyncio.new_event_loop()
     serving = loop.create_task(serve())
     thread = threading.Thread(target=loop.run_until_complete, args=(serving,), name="deployment")
     try:
-        thread.start()  # a signal's exception may come from here, too
+        thread.start()  # within `try`: a signal may raise here as well
         yield started.result()
     finally:
         loop.call_soon_threadsafe(serving.cancel)  # no error if it has ended

@@ -1,10 +1,10 @@
-"""`--num-gateways N`: whole gateways that share two ports, and the process of `launch_gateway` that
-starts them.
+"""`--num-gateways N`: gateway processes that share two ports, and their parent, the process of
+`launch_gateway`.
 
     clients ──► ports (SO_REUSEPORT: the kernel deals connections) ─┬─► gateway-0 ──► all nodes
     scrapers ──► each gateway's own HTTP port                       └─► gateway-1 ──► all nodes
-Gateways share nothing but Redis: each has links, sessions, limits and metrics of its own. Which one
-is started again, and when, is child_group.py's.
+Gateways share nothing but Redis: each has links, sessions, limits and metrics of its own. Restarts
+are in child_group.py.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .child_group import ChildGroup
 
 log = logging.getLogger(__name__)
 
-_STOP_GRACE_S = 5.0  # behind --shutdown-timeout-s: to close connections and exit
+_STOP_GRACE_S = 5.0  # after --shutdown-timeout-s: to close connections and exit
 
 
 @contextmanager
 def shared_ports(config: GatewayConfig) -> Iterator[Mapping[str, GatewayConfig]]:
-    """By name, what each gateway is started with; the ports are held meanwhile. Raises
-    StartupFailed where one is taken."""
+    """The configuration of each gateway, by name; the ports are reserved within the context. Raises
+    StartupFailed if one is taken."""
     if config.num_gateways == 1:
         for port, flag in ((config.http_port, "--http-port"), (config.grpc_port, "--grpc-port")):
             with _held(config, port, flag):
-                pass  # it is free: the gateway will take it, once it has loaded
+                pass  # it is free: the gateway binds it once it has loaded
         yield {GATEWAY: config}
         return
     with (
@@ -45,7 +45,7 @@ def shared_ports(config: GatewayConfig) -> Iterator[Mapping[str, GatewayConfig]]
         each = replace(
             config, num_gateways=1, reuse_port=True, http_port=http_port, grpc_port=grpc_port
         )
-        first = config.own_http_port or None  # 0, too, is a free one
+        first = config.own_http_port or None  # 0 also means a free one
         yield {
             f"{GATEWAY}-{index}": replace(each, own_http_port=first and first + index)
             for index in range(config.num_gateways)
@@ -54,14 +54,14 @@ def shared_ports(config: GatewayConfig) -> Iterator[Mapping[str, GatewayConfig]]
 
 @contextmanager
 def _held(config: GatewayConfig, port: int, flag: str) -> Iterator[int]:
-    """A port that nobody else can take while no gateway listens on it; 0 finds a free one. The
-    socket that holds it never listens, so no connection comes to it."""
+    """Reserve a port against other processes while no gateway listens on it; 0 finds a free one.
+    The socket that reserves it never listens, so it gets no connections."""
     host = config.host
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if not config.reuse_port:
             with socket.create_server(address, family=family) as alone:
-                address = alone.getsockname()  # free, even of gateways that would share it
+                address = alone.getsockname()  # free, also of gateways that share ports
         holder = socket.socket(family, socket.SOCK_STREAM)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -92,15 +92,15 @@ async def _running(
 
 
 async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
-    """The process of `launch_gateway`: until SIGINT or SIGTERM. Returns the exit code. Gateways
-    never end for good: one that ends is started again, however often."""
+    """The process of `launch_gateway`: runs until SIGINT or SIGTERM, and returns the exit code. A
+    gateway that ends is restarted, however often."""
     set_up_logging(GATEWAY, as_json=config.log_json)
     group = ChildGroup(_report, inherits_stderr=True)
     return await child_group.run(group, _running(group, config, cluster), _announce)
 
 
 async def _announce(group: ChildGroup) -> None:
-    """Where each of them is found, and where all are."""
+    """Print the address of each gateway, and the shared ones."""
     for child in group.children:
         own_url, *shared = child.addresses
         print_line(f"{child.name} alone: {own_url}")

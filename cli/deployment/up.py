@@ -1,4 +1,4 @@
-"""`baton up`: a deployment on this host, its topology, how to call it, and Ctrl-C."""
+"""`baton up`: runs a deployment on this host, and prints its topology and how to call it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def start(
     gateway: GatewayConfig,
     cluster: ClusterConfig,
 ) -> Coroutine[Any, Any, int]:
-    """Print which GPUs are used and why; returns what then starts everything, prints what runs
-    where, and stops it all on SIGINT or SIGTERM. Raises StartupFailed."""
+    """Print which GPUs are used and why. Returns a coroutine that starts everything, prints the
+    topology, and stops everything on SIGINT or SIGTERM. Raises StartupFailed."""
     if engine.nnodes > 1:
         raise StartupFailed(
             "--nnodes is for launch_prefill and launch_decode: `baton up` starts this host's parts"

@@ -1,1 +1,1 @@
-"""Looking at this host before anything starts: GPUs, packages, certificates."""
+"""Inspection of this host before anything starts: GPUs, packages; and certificates."""

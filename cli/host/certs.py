@@ -1,8 +1,8 @@
-"""`baton certs`: a CA and a certificate for each role, made with the openssl command; and the flags
-with which the parts of a deployment find them.
+"""`baton certs`: makes a CA and a certificate for each role with the openssl command; and the flags
+by which the parts of a deployment find them.
 
-    DIR/ca.crt ca.key      the CA; whoever has its key can make themselves a gateway
-    DIR/gateway.crt .key   prefill, decode: one role's, for --cluster-cert and --cluster-key
+    DIR/ca.crt ca.key      the CA; its key allows to make certificates of a gateway
+    DIR/gateway.crt .key   prefill, decode too: one role's, for --cluster-cert and --cluster-key
     DIR/server.crt .key    the gateway's towards clients, for --tls-cert and --tls-key
 """
 
@@ -46,7 +46,7 @@ subjectKeyIdentifier = hash
 
 
 def run(folder: Path, hosts: Sequence[str], days: int) -> int:
-    """Make the set and say what is what; raises StartupFailed."""
+    """Make all files and print how to use them; raises StartupFailed."""
     make_certificates(folder, hosts, days)
     print(f"made in {folder}, good for {days} days: a CA, {', '.join(ROLES)}, {SERVER}")
     print(f"  baton up --certs {folder}")
@@ -59,7 +59,7 @@ def make_certificates(folder: Path, hosts: Sequence[str] = (), days: int = 90) -
     if not 1 <= days <= _MAX_DAYS:
         raise StartupFailed(f"--days is 1 to {_MAX_DAYS}, not {days}")
     for name in hosts:
-        _alt_name(name)  # before anything is there
+        _alt_name(name)  # check before any file is made
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -83,12 +83,12 @@ def sign_certificates(folder: Path, ca: Path, hosts: Sequence[str] = (), days: i
 
 
 def ca_of(folder: str | None) -> Path | None:
-    """Whom clients of a deployment with these certificates trust."""
+    """The CA file for clients of a deployment with these certificates."""
     return None if folder is None else Path(folder) / "ca.crt"
 
 
 def with_server_certificate(config: GatewayConfig, folder: Path) -> GatewayConfig:
-    """The gateway's flags, as far as they are not given."""
+    """The gateway's configuration with its TLS files, unless it has some."""
     return replace(
         config,
         tls_cert=config.tls_cert or str(folder / f"{SERVER}.crt"),
@@ -97,7 +97,7 @@ def with_server_certificate(config: GatewayConfig, folder: Path) -> GatewayConfi
 
 
 def with_role_certificate(config: ClusterConfig, folder: Path, role: str) -> ClusterConfig:
-    """The flags of one part of the deployment."""
+    """The cluster's configuration with the TLS files of `role`."""
     return replace(
         config,
         cluster_ca=str(folder / "ca.crt"),
@@ -107,7 +107,7 @@ def with_role_certificate(config: ClusterConfig, folder: Path, role: str) -> Clu
 
 
 def _make(target: Path, name: str, key_usage: str, more: str, days: int, ca: Path | None) -> None:
-    """One key and certificate, signed by `ca` or by itself. Keys are the owner's to read."""
+    """Make a key, readable by its owner only, and a certificate, signed by `ca` or by itself."""
     config = _CONFIG.format(
         name=name, is_ca="FALSE" if ca else "TRUE", key_usage=key_usage, more=more
     )
@@ -136,7 +136,7 @@ def _openssl(arguments: Sequence[str]) -> None:
 
 
 def _alt_name(name: str) -> str:
-    """As a certificate writes it: an address or a DNS name; raises StartupFailed."""
+    """An address or a DNS name in the form of a subjectAltName; raises StartupFailed."""
     try:
         return f"IP:{ipaddress.ip_address(name)}"
     except ValueError:

@@ -1,7 +1,7 @@
-"""`baton doctor`: looks over this host before anything is started, one line for each thing.
+"""`baton doctor`: checks this host before anything is started, one line per finding.
 
 Every check is a function from the subject to findings and can be called alone; the table at the end
-is the order in which they are shown.
+has the order in which they run.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .gpu_choice import choose_here
 
 _DISTRIBUTION = "baton-serve"
 _MIN_REDIS = (6,)
-_MIN_FREE_SHARE = 0.5  # of a GPU; the default --gpu-memory-utilization wants 0.9
+_MIN_FREE_SHARE = 0.5  # of a GPU's memory; the default --gpu-memory-utilization is 0.9
 _MIN_SHM_BYTES = 64 << 20
 _KV_BYTES = 256 << 20  # what a CPU node takes by default
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What to look at, besides the host itself."""
+    """What to check, besides the host itself."""
 
     model: str = "demo"
     redis_url: str | None = None
@@ -47,7 +47,7 @@ class Subject:
 
 
 def run(subject: Subject) -> int:
-    """Print all findings; exit code 1 if something stops serving."""
+    """Print all findings; exit code 1 if one is a problem."""
     findings = []
     for name, check in CHECKS:
         try:
@@ -73,7 +73,7 @@ def check_python(subject: Subject) -> list[Finding]:
 
 
 def check_packages(subject: Subject) -> list[Finding]:
-    """Those that the installed distribution requires, extras left out."""
+    """The packages that the installed distribution requires, without extras."""
     try:
         lines = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -122,7 +122,7 @@ def check_gpus(subject: Subject) -> list[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One device; `peers` are the indices of those whose memory it can map."""
+    """One device; `peers`: indices of the devices whose memory it can map."""
 
     index: int
     name: str
@@ -132,7 +132,7 @@ class Gpu:
 
 
 def find_gpus() -> list[Gpu]:
-    """Those that torch sees."""
+    """The GPUs that torch sees."""
     import torch
 
     found, indices = [], range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
@@ -177,7 +177,7 @@ def _judge_gpu_memory(gpu: Gpu) -> Finding:
 
 
 def judge_kernels(has_gpu: bool, has_triton: bool, has_flashinfer: bool) -> list[Finding]:
-    """The packages that only GPU engines use."""
+    """Findings for the packages that only GPU engines use."""
     if not has_gpu:
         return [ok("GPU kernels", "not needed without a GPU")]
     advice = "pip install 'baton-serve[gpu]'"
@@ -192,7 +192,7 @@ def judge_kernels(has_gpu: bool, has_triton: bool, has_flashinfer: bool) -> list
 
 
 def check_redis_server(subject: Subject) -> list[Finding]:
-    """What `baton up` starts unless it is given a Redis."""
+    """The Redis server that `baton up` starts unless it has a URL."""
     try:
         program = find_redis_server()
     except StartupFailed as error:
@@ -221,7 +221,7 @@ def check_redis_url(subject: Subject) -> list[Finding]:
 
 
 def judge_redis(subject: str, version: str, text: str) -> Finding:
-    """Whether a Redis of this version will do."""
+    """Whether this version of Redis is new enough."""
     numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
     if numbers < _MIN_REDIS:
         return problem(subject, f"{version} {text}", f"Redis {_MIN_REDIS[0]} or newer is needed")
@@ -265,7 +265,7 @@ def check_available_memory(num_bytes: int) -> Finding:
 
 
 def check_shm(path: str) -> Finding:
-    """Libraries put their own shared memory there (NCCL, torch); Baton's KV is in memfds."""
+    """Shared memory of libraries (NCCL, torch) is there; Baton's KV is in memfds."""
     try:
         stat = os.statvfs(path)
     except OSError as error:
@@ -294,7 +294,7 @@ def check_memfd() -> Finding:
 
 
 def check_model(subject: Subject) -> list[Finding]:
-    """Is it all there, and of a kind that the engine knows?"""
+    """Whether the model is complete and its architecture is supported."""
     from ...engine.execution.model_loading import check_checkpoint
     from ...engine.model.model_config import read_model_config
     from ...gateway.text.tokenizer_file import load_tokenizer
@@ -312,7 +312,7 @@ def check_model(subject: Subject) -> list[Finding]:
 
 
 def check_placement(subject: Subject) -> list[Finding]:
-    """What `baton up` would do with the GPUs; nothing of a model that `check_model` refuses."""
+    """How `baton up` would use the GPUs; no finding for a model that `check_model` refuses."""
     if exit_code(check_model(subject)):
         return []
     try:

@@ -1,4 +1,4 @@
-"""What a look at a host or a cluster finds: one line each, with a way out."""
+"""The findings of the checks of a host or a cluster: one line each, with advice."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _SUBJECT_WIDTH = 22  # so that several tables line up
 
 
 class Level(enum.StrEnum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
-    PROBLEM = "problem"  # it cannot serve, or not rightly
+    PROBLEM = "problem"  # it cannot serve, or not correctly
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`subject` is what was looked at; `advice`: what to do, unless all is well."""
+    """`subject`: the thing that was checked; `advice`: what to do, empty if it is ok."""
 
     level: Level
     subject: str

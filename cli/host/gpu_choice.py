@@ -1,16 +1,15 @@
-"""Which GPUs the engines of `baton up` get, where its flags leave that open, and why.
+"""The choice of GPUs for the engines of `baton up`, where its flags leave it open, with the reason.
 
-    GPUs, in engines of --tp x --pp
+    number of engines of --tp x --pp GPUs
                                 prefill              decode
     none                        the CPU              the CPU
-    1                           it, by half          it, by half
-    N                           N/2, and an odd one  N/2
+    1                           the same GPUs, each with half of their memory
+    N                           N/2, rounded up      N/2, rounded down
 
-Where every engine does both they get all; --mode auto has one engine's worth of GPUs do both.
-
-`choose_gpus` sees flags, GPUs and the size of the weights alone; `choose_here` applies it to this
-host. An odd engine computes prompts: by the README's figures a request of 1024 tokens and 256 more
-takes 23 ms of a prefill engine and 15 ms of a decode engine.
+If every engine does both, they get all GPUs; with --mode auto and GPUs for only one engine, it does
+both. `choose_gpus` depends on flags, GPUs and the size of the weights only; `choose_here` applies
+it to this host. An odd engine is used for prefill: by the README's figures, a request of 1024
+prompt and 256 output tokens takes 23 ms of a prefill engine and 15 ms of a decode engine.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ...core.model_dir import resolve_model_dir
 from ...engine.model.weights.weight_files import weights_bytes
 from .host_gpus import HostGpu, HostGpus, find_host_gpus
 
-_CONTEXT_BYTES = 1 << 30  # of an engine's process, besides weights and KV
+_CONTEXT_BYTES = 1 << 30  # memory of an engine's process, besides weights and KV
 _USUAL_SHARE = EngineConfig().gpu_memory_utilization
 
 _Ids = tuple[int, ...]
@@ -33,7 +32,7 @@ _Ids = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class GpuChoice:
-    """The flags with every GPU named, and one line on what was chosen and why."""
+    """The flags with every GPU named, and a line with the choice and its reason."""
 
     up: UpConfig
     engine: EngineConfig
@@ -41,17 +40,17 @@ class GpuChoice:
 
 
 def choose_here(up: UpConfig, engine: EngineConfig, node: NodeConfig) -> GpuChoice:
-    """`choose_gpus` on this host. Raises StartupFailed, also for a model that is not there."""
+    """`choose_gpus` on this host. Raises StartupFailed, also for a model that does not exist."""
     resolve_model_dir(engine.model)
     host = HostGpus() if engine.device == "cpu" else find_host_gpus()
     return choose_gpus(up, engine, node, host)
 
 
 def choose_gpus(up: UpConfig, engine: EngineConfig, node: NodeConfig, host: HostGpus) -> GpuChoice:
-    """Fill in what the flags leave open; `--gpus` bounds what is chosen from.
+    """Fill in the GPUs that the flags leave open; `--gpus` limits the choice.
 
-    Raises StartupFailed where a GPU is asked for that there is not, or where the weights do not fit
-    into what an engine may take.
+    Raises StartupFailed if a flag names a GPU that does not exist, or if the weights do not fit
+    into the memory that an engine may take.
     """
     named = {"--prefill-gpus": up.prefill_gpus, "--decode-gpus": up.decode_gpus}
     if engine.device == "cpu":
@@ -129,13 +128,13 @@ def _on_cpu(
 
 
 def _pool(text: str | None, host: HostGpus) -> _Ids:
-    """What may be chosen from."""
+    """The GPUs to choose from."""
     there = tuple(range(len(host.gpus)))
     return there if text is None or not there else _parsed("--gpus", text, host)
 
 
 def _ids(flag: str, text: str | None, engine: EngineConfig, host: HostGpus) -> _Ids:
-    """A flag's GPUs; empty where it is not given."""
+    """A flag's GPUs; empty if it is not given."""
     if text is None:
         return ()
     found, size = _parsed(flag, text, host), engine.num_ranks
@@ -157,7 +156,7 @@ def _parsed(flag: str, text: str, host: HostGpus) -> _Ids:
 
 
 def _split(prefill: _Ids, decode: _Ids, pool: _Ids, engine: EngineConfig) -> tuple[_Ids, _Ids, str]:
-    """Both roles' GPUs, and why."""
+    """The GPUs of prefill and decode, and the reason."""
     size = engine.num_ranks
     if prefill and decode:
         return prefill, decode, "as the flags say"
@@ -187,7 +186,7 @@ def _split(prefill: _Ids, decode: _Ids, pool: _Ids, engine: EngineConfig) -> tup
 
 
 def _with_share(engine: EngineConfig, shared: Sequence[int]) -> EngineConfig:
-    """Two engines of one GPU take half each of what one would."""
+    """Two engines on one GPU take half of a single engine's memory each."""
     share = engine.gpu_memory_utilization
     if not shared or 2 * share <= 1:
         return engine
@@ -201,7 +200,8 @@ def _with_share(engine: EngineConfig, shared: Sequence[int]) -> EngineConfig:
 
 
 def _check_memory(used: set[int], is_shared: bool, engine: EngineConfig, host: HostGpus) -> str:
-    """Whether the weights fit into an engine's share everywhere; the GPUs' names for people."""
+    """Raises StartupFailed unless the weights fit into an engine's share of every GPU. Returns the
+    GPUs' names for people."""
     gpus = [gpu for index, gpu in enumerate(host.gpus) if index in used]
     sizes = [gpu.total_bytes for gpu in gpus if gpu.total_bytes is not None]
     names = sorted({_described(gpu) for gpu in gpus})

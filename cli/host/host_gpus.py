@@ -1,8 +1,9 @@
-"""The GPUs that engines of this host may use, asked of the driver: no torch, no CUDA context.
+"""The GPUs that engines of this host may use, as the driver reports them: no torch, no CUDA
+context.
 
-A GPU's index is the one that `--gpus` takes: its place among those that CUDA_VISIBLE_DEVICES
-leaves. It is counted as nvidia-smi does, by PCI bus; where GPUs of one host differ, CUDA counts
-likewise under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+A GPU's index is that of `--gpus`: its position among the GPUs that CUDA_VISIBLE_DEVICES leaves, in
+the order of nvidia-smi, by PCI bus. If the GPUs of a host differ, CUDA uses this order only with
+CUDA_DEVICE_ORDER=PCI_BUS_ID.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_ASK_TIMEOUT_S = 20.0  # the first look at a driver that nobody keeps loaded takes seconds
+_ASK_TIMEOUT_S = 20.0  # the first query takes seconds if the driver must be loaded
 _QUERY = ("nvidia-smi", "--query-gpu=uuid,memory.total,name", "--format=csv,noheader,nounits")
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -23,7 +24,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class HostGpu:
-    """`total_bytes` is None where the driver does not report it."""
+    """`total_bytes` is None if the driver does not report it."""
 
     name: str
     total_bytes: int | None = None
@@ -32,21 +33,22 @@ class HostGpu:
 
 @dataclass(frozen=True, slots=True)
 class HostGpus:
-    """All of them, by their index; `why_none`: why there are none that torch could use."""
+    """All usable GPUs, by index; `why_none`: why there are none that torch could use."""
 
     gpus: tuple[HostGpu, ...] = ()
     why_none: str = ""
 
 
 def find_host_gpus() -> HostGpus:
-    """What the driver, torch's build and the environment leave. A second at most, mostly."""
+    """The GPUs that the driver, torch's build and the environment make usable. Usually takes less
+    than a second."""
     return usable(_ask_nvidia_smi(_run) or _ask_proc(_DRIVER_FOLDER), os.environ, _torch_has_cuda())
 
 
 def usable(
     devices: Sequence[HostGpu], environment: Mapping[str, str], torch_has_cuda: bool
 ) -> HostGpus:
-    """The driver's devices as CUDA will count them."""
+    """The driver's devices, indexed as by CUDA."""
     if not devices:
         return HostGpus(why_none="this host has no GPU")
     if not torch_has_cuda:
@@ -59,8 +61,8 @@ def usable(
 
 
 def _visible(devices: Sequence[HostGpu], wanted: str) -> list[HostGpu]:
-    """Those that are named, by number or by the beginning of a UUID, up to the first mistake; of
-    one that is named twice CUDA makes none at all."""
+    """The devices that `wanted` names, by number or by the beginning of a UUID, up to the first
+    invalid name; none if a device is named twice, as with CUDA."""
     found: list[HostGpu] = []
     for word in (word.strip() for word in wanted.split(",")):
         if word.startswith("MIG-"):
@@ -88,7 +90,7 @@ def _ask_nvidia_smi(run: Callable[[Sequence[str]], str]) -> list[HostGpu]:
 
 
 def _run(command: Sequence[str]) -> str:
-    """What it printed; empty where it is not there, fails or hangs."""
+    """The command's output; empty if it is not installed, fails or hangs."""
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False
@@ -99,7 +101,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _ask_proc(folder: Path) -> list[HostGpu]:
-    """Where the driver is there without its tools, as in some containers."""
+    """The devices by /proc: for a driver without its tools, as in some containers."""
     devices = []
     for path in sorted(folder.glob("*/information")):
         text = path.read_text(errors="replace")
@@ -109,13 +111,13 @@ def _ask_proc(folder: Path) -> list[HostGpu]:
 
 
 def _torch_has_cuda() -> bool:
-    """By the file that every build of torch carries; to import torch would take seconds."""
+    """Whether torch is a CUDA build, by its version.py: to import torch would take seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
     try:
         text = (Path(spec.origin).parent / "version.py").read_text()
     except OSError:
-        return True  # the engine will say
+        return True  # the engine reports it if not
     match = re.search(r"^cuda\b[^=]*=\s*(.*)$", text, re.M)
     return match is None or match[1] != "None"

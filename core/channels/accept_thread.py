@@ -1,4 +1,4 @@
-"""A listening socket, the thread that accepts its connections, and one for each of these.
+"""A listening socket, the thread that accepts its connections, and a thread for each of them.
 
 accept ─► Newcomers.admit ─► a thread of its own: serve ... proven ...     close: hang up, wait
 """
@@ -16,9 +16,9 @@ from ..token_bucket import TokenBucket
 
 _log = logging.getLogger(__name__)
 
-_RETRY_S = 0.1  # after accept failed, e.g. for want of file descriptors
-MAX_PER_S, BURST = 10, 256  # connections: a crowd takes less than a hundredth of a core
-MAX_PENDING = 64  # connections that have proven nothing yet
+_RETRY_S = 0.1  # after accept failed, e.g. for lack of file descriptors
+MAX_PER_S, BURST = 10, 256  # connections: these take less than a hundredth of a core
+MAX_PENDING = 64  # unauthenticated connections
 
 Serve = Callable[[socket.socket], None]
 
@@ -26,14 +26,14 @@ Serve = Callable[[socket.socket], None]
 class Newcomers:
     """Connections of one server, each served on a thread of its own.
 
-    Whoever has not proven itself is hung up on when there are too many, the eldest first, so that a
-    crowd that proves nothing keeps nobody else out.
+    If too many are unauthenticated, the oldest of these are shut down, so that they do not keep
+    others out.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
-        # Of those that have proven nothing, a duplicate: who serves may wrap the connection.
+        # Unauthenticated ones, as duplicates: `serve` may wrap the connection.
         self._pending: dict[threading.Thread, socket.socket] = {}
         self._is_closed = False
 
@@ -58,11 +58,11 @@ class Newcomers:
             connection.close()
 
     def proven(self) -> None:
-        """On a connection's thread: its other end is known, and not hung up on for others."""
+        """Called on a connection's thread: it is authenticated, and not shut down for others."""
         self._forget(threading.current_thread())
 
     def close(self, timeout_s: float) -> None:
-        """Hang up on all that have proven nothing; wait for all threads, for so long at most."""
+        """Shut down all unauthenticated connections; wait at most `timeout_s` for all threads."""
         by_s = time.monotonic() + timeout_s
         with self._lock:
             self._is_closed = True
@@ -88,7 +88,7 @@ class Newcomers:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Its thread finds it over."""
+    """Shut it down: its thread reads the end of the stream."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -96,8 +96,8 @@ def _hang_up(connection: socket.socket) -> None:
 class AcceptThread:
     """Owns `listener`; each connection is served among `newcomers`.
 
-    More than `MAX_PER_S` of them wait in the kernel, or are refused there: whoever is admitted
-    costs the engine, which shares the interpreter, some of its time.
+    Those beyond `MAX_PER_S` wait in the kernel, or are refused there: each that is admitted takes
+    time from the engine, which shares the interpreter.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class AcceptThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Take in nobody else."""
+        """Accept no more connections."""
         self._is_closing.set()
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
         self._thread.join()

@@ -1,7 +1,7 @@
-"""What others dial to reach a node and its engines, over a network and on one host.
+"""The addresses at which a node and its engines are dialled, over a network and on one host.
 
-Handshakes name the dialled address, so both ends must mean the same by it. On one host sockets lie
-in the kernel's abstract namespace: no path, nothing left behind by kill -9. Resolves nothing.
+Handshakes contain the dialled address, so both ends must write it alike. On one host, sockets are
+in the kernel's abstract namespace: no path, nothing left behind by kill -9. Resolves no names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UCRED = struct.Struct("=3i")  # struct ucred: pid, uid, gid
 
 
 def addresses_of(node: NodeConfig) -> tuple[str, ...]:
-    """host:port as others dial it: first what the directory gets."""
+    """host:port as others dial the node; the first one is announced in the directory."""
     host = socket.gethostname() if node.host in ("0.0.0.0", "::") else node.host
     listening = f"[{host}]:{node.port}" if ":" in host else f"{host}:{node.port}"
     return (*(node.advertise or listening).split(","), listening)
@@ -36,13 +36,13 @@ def engine_addresses_of(node: NodeConfig, port: int) -> tuple[str, ...]:
 
 
 def host_of(address: str) -> str:
-    """Of host:port, where host may be an IPv6 address in brackets."""
+    """The host of host:port, where it may be an IPv6 address in brackets."""
     return address.rpartition(":")[0].strip("[]")
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Of host:port, to be dialled. Raises OSError if it is none: a port beyond 65535 would be
-    another one, modulo 65536, for the library that resolves names."""
+    """The parts of host:port, for dialling. Raises OSError if it has no valid port: the resolver
+    would take a port beyond 65535 modulo 65536."""
     port = address.rpartition(":")[2]
     is_number = port.isascii() and port.isdigit() and len(port) <= 5
     if not is_number or int(port) >= 1 << 16:
@@ -51,10 +51,11 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def host_id() -> bytes:
-    """What processes have in common that can share memory: kernel, network namespace, user.
+    """A digest of what processes that can share memory have in common: kernel, network namespace,
+    user.
 
-    The namespace counts because memory is passed over its abstract sockets. A name would not do:
-    hosts share names, and one host has several.
+    The namespace counts because memory is passed over its abstract sockets. A host name would not
+    do: hosts share names, and one host has several.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = os.stat("/proc/self/ns/net").st_ino
@@ -63,9 +64,9 @@ def host_id() -> bytes:
 
 
 def socket_address(incarnation: str, purpose: str = "kv") -> bytes:
-    """The abstract address at which an incarnation of this user listens; for its pool, `kv`.
+    """The abstract address at which an engine of this user listens; `purpose` is `kv` for its pool.
 
-    Raises HandoffFailed unless it is 32 hex digits: a peer must not choose what is connected to.
+    Raises HandoffFailed unless `incarnation` is 32 hex digits: a peer must not choose the address.
     """
     if not _INCARNATION.fullmatch(incarnation):
         raise HandoffFailed("an incarnation has 32 hex digits")
@@ -73,7 +74,7 @@ def socket_address(incarnation: str, purpose: str = "kv") -> bytes:
 
 
 def require_same_user(connection: socket.socket) -> None:
-    """Raises HandoffFailed if another user sits at the other end; the kernel vouches for it."""
+    """Raises HandoffFailed if the other end belongs to another user, according to the kernel."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     _, uid, _ = _UCRED.unpack(raw)
     if uid != os.geteuid():

@@ -1,12 +1,12 @@
-"""How a channel begins: the handshake on a connected socket, then the listener's verdict.
+"""How a channel begins: the handshake on a connected socket, then the listener's decision.
 
     dialer                                     listener
       │ ── opening ────────────────────────►     │
       │ ◄──────────────────────── challenge ──   │
       │ ── answer ─────────────────────────►     │
-      │ ◄── a frame: empty, or the refusal ───   │   to a dialer that has proven itself
+      │ ◄── a frame: empty, or the refusal ───   │   to an authenticated dialer
 
-Every wait has an end. Blocks, so it is for threads of their own.
+Every wait has a timeout. Calls block, so they need a thread of their own.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .frames import LENGTH_BYTES, decode_length, encode_payload
 from .handshake import ANSWER_BYTES, CHALLENGE_BYTES, OPENING_BYTES, Dialer, Listener, Opening
 
 GATEWAY, PULLER = b"gateway", b"puller"  # purposes
-SOCKET, THIS_HOST = "engine", "this host"  # of unix sockets: the name's part, the address
+SOCKET, THIS_HOST = "engine", "this host"  # of unix sockets: part of the name, address
 ADMIT_S = 2.0  # how long a handshake may take
 
-# A connection on which nothing arrives at the other host for so long has broken. To the kernel, who
-# leaves more unread than its buffer holds looks the same: an engine may stand still for seconds
-# while long prompts come. Peers send each other little, and need to know soon.
+# A connection whose sent data is not acknowledged for this time is broken. To the kernel, a
+# receiver with a full buffer looks the same: an engine may not read for seconds while long prompts
+# arrive. Engines send each other little, and must detect a loss soon.
 LOST_S = 1.2
 GATEWAY_LOST_S = 5.0
 MAX_REFUSAL_BYTES = 4096
@@ -41,7 +41,7 @@ Secure = Callable[[socket.socket], socket.socket]  # begins TLS; raises OSError
 
 
 def tune(connection: socket.socket, purpose: bytes) -> None:
-    """Let a TCP connection send at once, and notice in time that its other end is gone."""
+    """Let a TCP connection send at once, and detect in time that its other end is gone."""
     lost_s = GATEWAY_LOST_S if purpose == GATEWAY else LOST_S
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (*_TCP_OPTIONS, (socket.TCP_USER_TIMEOUT, round(lost_s * 1000))):
@@ -57,11 +57,11 @@ def dial(
     address: str | None,
     secure: Secure | None = None,
 ) -> socket.socket:
-    """A connection that the engine `listener` has accepted: by its unix socket, or at `address`
-    (host:port), within TLS where `secure` begins that.
+    """A connection that the engine `listener` has accepted: over its unix socket, or at `address`
+    (host:port), there with TLS if `secure` is given.
 
-    Raises OSError, NodeLost, Unauthenticated, PermissionDenied (it refused), HandoffFailed (another
-    user listens there).
+    Raises OSError, NodeLost, Unauthenticated, PermissionDenied (refused by the listener),
+    HandoffFailed (another user listens there).
     """
     connection = _connect(listener, address)
     try:
@@ -82,7 +82,7 @@ def _connect(incarnation: str, address: str | None) -> socket.socket:
     if address is not None:
         try:
             return socket.create_connection(host_and_port(address), ADMIT_S)
-        except ValueError as error:  # no name of a host
+        except ValueError as error:  # not a host name
             raise OSError(f"{address} is no address: {error}") from error
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -113,7 +113,7 @@ def check_verdict(refusal: bytes) -> None:
 
 
 def admit(connection: socket.socket, listener: Listener) -> Opening:
-    """The listener's part: who dials, which is proven; then `accept` or `refuse`.
+    """The listener's part: returns the verified opening; `accept` or `refuse` must follow.
 
     Raises OSError, Unauthenticated.
     """
@@ -128,19 +128,19 @@ def accept(connection: socket.socket) -> None:
 
 
 def refuse(connection: socket.socket, reason: str) -> None:
-    """Send a dialer that has proven itself why it is not accepted."""
+    """Send an authenticated dialer the reason why it is refused."""
     with suppress(OSError):
         connection.sendall(encode_payload(reason.encode()[:MAX_REFUSAL_BYTES]))
 
 
 def read_frame(connection: socket.socket, until_s: float, max_bytes: int) -> bytes:
-    """One frame's payload, and not a byte behind it. Raises OSError."""
+    """Read one frame's payload, and no byte after it. Raises OSError."""
     length = decode_length(_read(connection, LENGTH_BYTES, until_s), 0, max_bytes)
     return _read(connection, length, until_s)
 
 
 def _read(connection: socket.socket, num_bytes: int, until_s: float) -> bytes:
-    """Raises OSError: it broke, ended, or takes too long."""
+    """Raises OSError if the connection breaks, ends, or takes too long."""
     data = b""
     while len(data) < num_bytes:
         connection.settimeout(max(0.001, until_s - time.monotonic()))

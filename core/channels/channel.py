@@ -56,7 +56,7 @@ class Channel:
                 raise ChannelBroken("the other side does not read")
 
     def flush(self) -> None:
-        """Send what is buffered, as far as the socket takes it. Raises ChannelBroken."""
+        """Send buffered bytes until the socket takes no more. Raises ChannelBroken."""
         with self._sending:
             self._flush()
 
@@ -118,7 +118,7 @@ class Channel:
             return not poll.poll(0)
 
     def restart_silence(self) -> None:
-        """Measure the silence from now: this process was suspended itself."""
+        """Measure the silence from now: this process itself was suspended."""
         if self._received_s is not None:
             self._received_s = time.monotonic()
 

@@ -1,9 +1,9 @@
-"""Where others reach an engine: a unix socket for processes of its user, a port for other hosts.
+"""An engine's listening sockets: a unix one for processes of its user, a port for other hosts.
 
-    accept ─► thread of its own, 2 s: (TLS) ─► handshake ─► may it? ─► accepted ─► `on_channel`
+    accept ─► thread of its own, 2 s: (TLS) ─► handshake ─► check ─► accepted ─► `on_channel`
 
-Whoever has not proven itself in time is closed, the eldest first when there are many. Nothing of
-this happens on the thread that uses the channels. Knows no message.
+Connections not authenticated in time are closed; if there are too many, the oldest first. None of
+this runs on the thread that uses the channels. Knows no message.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ OnChannel = Callable[[Opening, Channel], None]
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Who may have a channel.
+    """Which dialers are accepted.
 
-    `keys`: by id, one of them must be proven. `check` gets a proven opening and the names of the
-    certificate, None on this host or without TLS; it raises BatonError, may wait for a second.
+    `keys`: by key id; a dialer must hold one of them. `check` gets an authenticated opening and the
+    DNS names in the dialer's certificate, None on this host or without TLS; it raises BatonError,
+    and may block for a second.
     """
 
     keys: Mapping[bytes, bytes]
@@ -56,8 +57,8 @@ class ChannelListener:
         admission: Admission,
         secure: Callable[[socket.socket], Secured] | None = None,
     ) -> None:
-        """Listen at `host`, on any free port if `port` is 0; `addresses` are those that others dial
-        for a port. `secure` begins TLS and raises OSError. Raises StartupFailed.
+        """Listen at `host`, on any free port if `port` is 0; `addresses` returns, for a port, the
+        addresses that others dial. `secure` begins TLS and raises OSError. Raises StartupFailed.
         """
         self._incarnation = incarnation
         self._admission = admission
@@ -84,7 +85,7 @@ class ChannelListener:
         self._is_closed = False
 
     def start(self, on_channel: OnChannel) -> None:
-        """Hand every channel to `on_channel`, which is called on other threads."""
+        """Pass every channel to `on_channel`, which is called on other threads."""
 
         def accepting(listener: socket.socket, name: str, *, is_local: bool) -> AcceptThread:
             serve = partial(self._admit, on_channel, is_local)
@@ -96,7 +97,7 @@ class ChannelListener:
         ]
 
     def close(self) -> None:
-        """Accept nobody else, not even who has come; channels stay their owners'."""
+        """Accept no more connections, nor pending ones; existing channels stay open."""
         with self._lock:
             self._is_closed = True
         self._newcomers.close(0.0)
@@ -118,7 +119,7 @@ class ChannelListener:
             pending.connection.close()
             return
         channel = Channel(connection)
-        with self._lock:  # `close` returns, and nobody is handed over any more
+        with self._lock:  # once `close` has returned, no channel is passed on
             if not self._is_closed:
                 on_channel(opening, channel)
                 return
@@ -138,7 +139,7 @@ class ChannelListener:
         opening = admit(pending.connection, theirs)
         if not pending.is_local:
             tune(pending.connection, opening.purpose)
-        self._newcomers.proven()  # it may wait for `check`
+        self._newcomers.proven()  # before `check`, which may block
         try:
             self._admission.check(opening, names)
         except BatonError as error:
@@ -155,7 +156,7 @@ class ChannelListener:
 
 @dataclass(slots=True)
 class _Pending:
-    """A connection whose other end has proven nothing yet."""
+    """A connection that is not authenticated yet."""
 
-    connection: socket.socket  # within TLS, once that has begun
+    connection: socket.socket  # the TLS socket, once TLS has begun
     is_local: bool

@@ -1,14 +1,14 @@
-"""Mutual TLS of an engine process: paths and names that it is given, contexts made anew, and TLS
-beside the thread that uses a connection: a thread of its own encrypts and decrypts.
+"""Mutual TLS of an engine process: its files and names, contexts that follow renewed files, and
+pumps: threads that encrypt and decrypt for the thread that uses a connection.
 
     owner ◄── plain bytes, a socket pair ──► pump's thread ◄── TLS ──► the other host
 
-One thread alone touches the TLS object, and the owner waits for no encryption. The end of either
-side is the end of the other, behind what came before it.
+Only the pump's thread uses the TLS object, and the owner never waits for encryption. When one side
+ends, so does the other, after the data sent before.
 
-Files are read at each connection, so that renewed ones count from then on; while they cannot be
-used, as between the writing of a chain and of its key, what was read before stays. Knows no role:
-whoever gives the names knows which certificates they stand for.
+Files are read at each connection, so renewed ones take effect from then on; while they are invalid,
+as between the writing of a chain and of its key, the previous contents are used. Knows no role: the
+caller knows which certificates the names stand for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 _log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 64 << 10
-_MAX_HELD_BYTES = 1 << 20  # of a direction: its reader is behind, nothing more is read for it
+_MAX_HELD_BYTES = 1 << 20  # buffered per direction: beyond, nothing more is read for it
 
 _running: set[threading.Thread] = set()  # pumps of this process
 
@@ -43,7 +43,7 @@ class Secured:
 
 @dataclass(frozen=True, slots=True)
 class EngineTls:
-    """This process's certificate, and what others' must have (DNS names)."""
+    """This process's certificate, and the DNS names that others' certificates must have."""
 
     ca: str
     chain: str
@@ -58,7 +58,7 @@ class EngineTls:
         return frozenset((self.prefill_name, self.decode_name))
 
     def accept(self) -> Callable[[socket.socket], Secured]:
-        """For ends that were connected to: raises OSError unless the other is of this cluster."""
+        """For accepted connections: raises OSError unless the other end is of this cluster."""
         contexts = TlsContexts(self.ca, self.chain, self.key, ssl.PROTOCOL_TLS_SERVER)
 
         def secure(connection: socket.socket) -> Secured:
@@ -68,7 +68,7 @@ class EngineTls:
         return secure
 
     def source_wrap(self) -> WrapSocket:
-        """For a source's ends: raises OSError unless the other end is an engine of this cluster."""
+        """For a source: raises OSError unless the other end is an engine of this cluster."""
         accept = self.accept()
 
         def wrap(connection: socket.socket) -> socket.socket:
@@ -79,12 +79,12 @@ class EngineTls:
         return wrap
 
     def puller_wrap(self) -> Callable[[socket.socket], ssl.SSLSocket]:
-        """For a puller's ends: raises OSError unless the other end is an engine of this cluster."""
+        """For a puller: raises OSError unless the other end is an engine of this cluster."""
         contexts = TlsContexts(self.ca, self.chain, self.key, ssl.PROTOCOL_TLS_CLIENT)
 
         def wrap(connection: socket.socket) -> ssl.SSLSocket:
             context = contexts.newest()
-            context.check_hostname = False  # either of two names: below
+            context.check_hostname = False  # one of two names: checked below
             secured = context.wrap_socket(connection)
             self._require_engine(secured, _names(secured))
             return secured
@@ -99,7 +99,7 @@ class EngineTls:
 
 
 def _names(connection: ssl.SSLSocket) -> frozenset[str]:
-    """The DNS names in the other end's certificate. Raises OSError if that is gone."""
+    """The DNS names in the other end's certificate. Raises OSError if the other end is gone."""
     try:
         found = (connection.getpeercert() or {}).get("subjectAltName", ())
     except (OSError, ValueError) as error:
@@ -109,18 +109,18 @@ def _names(connection: ssl.SSLSocket) -> frozenset[str]:
 
 
 class TlsContexts:
-    """Of one kind of end. For any thread."""
+    """The TLS contexts of accepting or of dialling ends. Any thread may use them."""
 
     def __init__(self, ca: str, chain: str, key: str, protocol: int) -> None:
         self._ca, self._chain, self._key = ca, chain, key
         self._protocol = protocol
         self._lock = threading.Lock()
         self._last: ssl.SSLContext | None = None
-        with contextlib.suppress(OSError):  # they may be good when a connection is made
+        with contextlib.suppress(OSError):  # the files may be valid when a connection is made
             self._last = self._load()
 
     def newest(self) -> ssl.SSLContext:
-        """Of the files, or of what they held when they were last good; raises OSError."""
+        """A context of the files, or of their last valid contents; raises OSError."""
         with self._lock:
             try:
                 self._last = self._load()
@@ -145,7 +145,7 @@ def _no_password() -> str:
 
 
 def plain_end(secured: ssl.SSLSocket) -> socket.socket:
-    """What to use instead of `secured`, which belongs to the pump from now on. Raises OSError."""
+    """The socket to use instead of `secured`, which a pump owns from now on. Raises OSError."""
     ours, theirs = socket.socketpair()
     thread = threading.Thread(target=_Pump(secured, theirs).run, name="tls", daemon=True)
     _running.add(thread)
@@ -160,7 +160,8 @@ def plain_end(secured: ssl.SSLSocket) -> socket.socket:
 
 
 def wait_for_pumps(timeout_s: float) -> None:
-    """Before the process ends: until all that owners had sent when they ended is on its way."""
+    """Before the process ends: wait until what owners sent before they closed is encrypted and
+    sent."""
     until_s = time.monotonic() + timeout_s
     for thread in list(_running):
         if thread.is_alive():
@@ -168,8 +169,8 @@ def wait_for_pumps(timeout_s: float) -> None:
 
 
 class _Pump:
-    """Belongs to its thread. What one side sent before its end still reaches the other, and what
-    cannot reach a side any more is dropped: that side's end is about to be read.
+    """Used by its thread only. Data that one side sent before its end is still sent to the other;
+    data for a side that cannot be written to is dropped, as that side's end is read next.
     """
 
     def __init__(self, secured: ssl.SSLSocket, plain: socket.socket) -> None:
@@ -193,7 +194,7 @@ class _Pump:
             _running.discard(threading.current_thread())
 
     def _wait(self, poll: select.poll) -> bool:
-        """Until there is something to do; False: never again."""
+        """Wait for something to do; False: there is nothing left to do."""
         if self._is_secured_over and not self._to_plain:
             return False
         if self._is_plain_over and not self._to_secured:
@@ -212,7 +213,7 @@ class _Pump:
                 data = self._secured.recv(_CHUNK_BYTES)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return
-            except OSError:  # e.g. an end without a goodbye
+            except OSError:  # e.g. an end without close_notify
                 data = b""
             self._is_secured_over = not data
             self._to_plain += data
@@ -223,7 +224,7 @@ class _Pump:
                 data = self._plain.recv(_CHUNK_BYTES)
             except BlockingIOError:
                 return
-            except OSError:  # its owner closed it with something unread
+            except OSError:  # its owner closed it with unread data
                 data = b""
             self._is_plain_over = not data
             self._to_secured += data
@@ -250,7 +251,8 @@ class _Pump:
 
 
 def _watch(poll: select.poll, end: socket.socket, reads: bool, writes: bool) -> None:
-    """An end that hung up is reported as long as it is watched at all."""
+    """Poll `end` for these events; if there are none, not at all: poll reports a hang-up of any
+    registered socket."""
     if events := reads * select.POLLIN | writes * select.POLLOUT:
         poll.register(end, events)
     else:

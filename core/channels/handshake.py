@@ -1,4 +1,4 @@
-"""Two ends of a channel prove to each other that they hold the same key, which never travels.
+"""Two ends of a channel prove to each other that they hold the same key, which is never sent.
 
     dialer                                                       listener
       │ ── opening: purpose, who, whom, where, key id, nonce ──►   │ for me, at an address of mine?
@@ -6,14 +6,14 @@
       │ ── answer: dialer's proof ─────────────────────────────►   │
 
 A proof is an HMAC-SHA256 over everything sent before it and over the direction, so none can be used
-for another purpose, peer, incarnation, address or direction, nor turned back at who made it. Both
-nonces are new for every connection and no clock is read: nothing recorded is ever accepted again.
-The listener refuses a dialer that meant another address, so a process that sits at the address of
-a dead peer cannot pass the handshake on to a live one. The key id names one of several keys that a
-listener may have; to who does not know of the key, a listener proves nothing.
+for another purpose, peer, incarnation, address or direction, nor reflected to its sender. Both
+nonces are new for every connection and no clock is read: recorded messages are never accepted. The
+listener refuses a dialer that dialled another address, so a process at the address of a dead peer
+cannot relay the handshake to a live one. The key id selects one of several keys that a listener may
+have; a dialer that does not name one of these gets no proof.
 
-What follows on the channel is not protected: that is TLS, or the kernel on one host. Knows no
-transport, no role and no secret store; raises Unauthenticated and nothing else on whatever comes.
+Later data on the channel is protected not by this, but by TLS, or by the kernel on one host. Knows
+no transport, no role and no secret store; raises only Unauthenticated, whatever it receives.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ _BY_DIALER, _BY_LISTENER = b"dialer", b"listener"
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Who dials whom, what for, and where. Ids are 32 hex digits, `where` is an address's digest.
+    """Dialer, listener, purpose and dialled address. Ids are 32 hex digits, `where` is the
+    address's digest.
 
-    A claim: true once the answer is checked.
+    Unverified until the answer is checked.
     """
 
     purpose: bytes
@@ -68,12 +69,12 @@ class Opening:
 
 
 def where(address: str) -> bytes:
-    """The digest of an address as an opening carries it."""
+    """The digest of an address, as in an opening."""
     return hashlib.sha256(address.encode()).digest()
 
 
 def key_id(key: bytes) -> bytes:
-    """Which key an opening is for."""
+    """The id of a key, as in an opening."""
     return hmac.digest(key, b"key id", "sha256")[:KEY_ID_BYTES]
 
 
@@ -83,16 +84,17 @@ class Dialer:
     def __init__(
         self, key: bytes, purpose: bytes, *, dialer: str, listener: str, address: str
     ) -> None:
-        """`address`: what was dialled, as the listener made it known."""
+        """`address`: the one that was dialled, as the listener announced it."""
         nonce = os.urandom(NONCE_BYTES)
         self._key = key
         opening = Opening(purpose, dialer, listener, where(address), key_id(key), nonce)
         self.opening = opening.pack()
 
     def answer(self, challenge: bytes, terms: bytes = b"") -> bytes:
-        """Check the listener's proof; returns ours, which covers `terms`: what goes with it.
+        """Check the listener's proof; returns the dialer's, which covers `terms`, the data sent
+        with it.
 
-        Raises Unauthenticated: the other end does not hold the key.
+        Raises Unauthenticated if the other end does not hold the key.
         """
         if len(challenge) != CHALLENGE_BYTES:
             raise Unauthenticated("what came is no challenge of a handshake")
@@ -111,14 +113,14 @@ class Listener:
         purposes: Collection[bytes],
         addresses: Collection[str],
     ) -> None:
-        """`key_of`: the key for this opening; None: there is none, it is refused."""
+        """`key_of` returns the key for an opening, or None to refuse it."""
         self._key_of = key_of
         self._purposes = purposes
         self._addresses = frozenset(map(where, addresses))
         self._opened: tuple[Opening, bytes, bytes, bytes] | None = None
 
     def challenge(self, packed: bytes) -> bytes:
-        """What to send in return for an opening. Raises Unauthenticated."""
+        """The challenge to send for an opening. Raises Unauthenticated."""
         opening = Opening.unpack(packed)
         if opening.purpose not in self._purposes:
             raise Unauthenticated("the handshake is for another purpose")
@@ -134,16 +136,18 @@ class Listener:
         return nonce + _prove(key, _BY_LISTENER, packed, nonce)
 
     def check(self, answer: bytes, terms: bytes = b"") -> Opening:
-        """Who dials, which is proven now. `terms` came with the answer. Raises Unauthenticated."""
+        """The opening, which is verified now. `terms`: the data received with the answer. Raises
+        Unauthenticated."""
         if self._opened is None:
             raise Unauthenticated("an answer came before an opening")
         opening, packed, nonce, key = self._opened
-        self._opened = None  # one answer a challenge
+        self._opened = None  # one answer per challenge
         if not hmac.compare_digest(answer, _prove(key, _BY_DIALER, packed, nonce, terms)):
             raise Unauthenticated("the other end does not hold the key")
         return opening
 
 
 def _prove(key: bytes, by: bytes, opening: bytes, nonce: bytes, terms: bytes = b"") -> bytes:
-    """All parts but the last have a fixed length, given the direction: no two lists are alike."""
+    """All parts but the last have a fixed length, given the direction: different parts never give
+    the same bytes."""
     return hmac.digest(key, by + opening + nonce + terms, "sha256")

@@ -1,1 +1,1 @@
-"""What every process of ours needs of its host: logs, signals, children, folders."""
+"""What every process of Baton needs from its host: logs, signals, children, folders."""

@@ -1,5 +1,5 @@
-"""What prctl(2) does for us: children that never outlive their parent, even when it is killed, and
-waits of microseconds that end on time.
+"""Uses of prctl(2): children that never outlive their parent, even when it is killed, and waits of
+microseconds that end on time.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ os.execvp(sys.argv[3], sys.argv[3:])
 
 
 def bound_to_us(command: Sequence[str], signal_number: signal.Signals) -> list[str]:
-    """The command as a child of this process: the kernel sends it the signal when we end.
+    """`command`, wrapped so that the kernel sends it the signal when this process ends.
 
-    The signal follows the thread that starts the child (prctl(2)): it must live as long as the
-    process. A command that is a set-user-id program loses it.
+    The kernel watches the thread that starts the child (prctl(2)): it must live as long as the
+    process. A set-user-id program does not get the signal.
     """
     bind = [sys.executable, "-IS", "-c", _BIND, str(int(signal_number)), str(os.getpid())]
     return [*bind, *command]
 
 
 def end_waits_on_time() -> None:
-    """Of this thread and those that it starts from now on: else Linux may add 50 us to each, so as
-    to wake several threads at once."""
+    """Minimise the timer slack of this thread and of those that it starts later: by default Linux
+    may add 50 us to each wait, to wake several threads at once."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Python's garbage collector in a process that serves: it takes as little as it can."""
+"""Python's garbage collector in a serving process: settings that keep its pauses short and few."""
 
 from __future__ import annotations
 
@@ -8,35 +8,37 @@ from collections.abc import Callable
 from itertools import takewhile
 from operator import ge
 
-# Objects between two collections of the youngest. Several a token live as long as their request, or
-# for a step or two; to look for cycles among them every 700 objects takes a tenth of a host's time.
+# Allocations between two collections of the youngest generation. Several objects per token live as
+# long as their request, or for a step or two; to search them for cycles every 700 allocations takes
+# a tenth of the host's time.
 _NUM_YOUNG = 20_000
-# To look through that many, and to free what they are, is a pause of some 10 ms. Of so many it is
-# less than one, where a process waits for something else anyway. To look through the oldest, which
-# may be a million, takes 100 ms: that is done as seldom as by the thresholds.
+# To search _NUM_YOUNG objects and free them is a pause of some 10 ms; for _NUM_AT_A_TIME it is less
+# than 1 ms, when the process waits for something else anyway. To search the oldest generation, with
+# perhaps a million objects, takes 100 ms: this is as rare as with the thresholds.
 _NUM_AT_A_TIME, _NUM_TIMES = 1_000, (20, 400)
 
 
 class _Settings:
-    """Of the process, as the first who settled found them."""
+    """The process's settings before the first `settle`."""
 
     lock = threading.Lock()
     num_settled = 0
-    has_frozen = False  # what nobody had before
+    has_frozen = False  # `settle` froze objects, and nothing was frozen before
     thresholds = gc.get_threshold()
 
 
 def settle(*, keeps_all: bool = True, collects_some: bool = False) -> Callable[[], None]:
-    """What is loaded by now stays: a collection that walked it would be a pause in all streams.
-    Without `keeps_all`, in a process that is not ours, collections are seldom, and that is all.
-    `collects_some`: of a process that calls that; its collections of the younger generations are
-    smaller ones, and so many more come before one of the oldest, whoever asks for that.
+    """Exclude the objects so far from collections: traversing them would pause all streams.
+    Without `keeps_all`, for a process that is not Baton's, collections only become rarer.
+    `collects_some`: the process calls `collect_some`. Its collections of the younger generations
+    are smaller, so more of them come before one of the oldest, whatever triggers it.
 
-    Returns what ends that: once all who settled have ended it, all is as the first one found it.
+    Returns a function that undoes this: once all callers have called theirs, the settings are as
+    before the first call.
     """
     now = _Settings
     if keeps_all:
-        gc.collect()  # not under the lock: what is collected may have settled, and end that
+        gc.collect()  # not under the lock: a collected object may call its `unsettle`
     with now.lock:
         if not now.num_settled:
             now.thresholds, now.has_frozen = gc.get_threshold(), False
@@ -55,16 +57,16 @@ def settle(*, keeps_all: bool = True, collects_some: bool = False) -> Callable[[
             is_settled = False
             if is_last:
                 gc.set_threshold(*now.thresholds)
-            if is_last and now.has_frozen:  # what others keep out of collections stays out
+            if is_last and now.has_frozen:  # objects that others froze stay frozen
                 gc.unfreeze()
 
     return unsettle
 
 
 def collect_some() -> None:
-    """Collect now, if enough is new for it: for a thread that has nothing else to do. One that is
-    called often enough has no other collections. An older generation's turn comes as by Python's
-    own rule, after so many collections of the next younger one."""
+    """Collect now, if there are enough new objects: for a thread that is idle. If it is called
+    often enough, there are no other collections. As by Python's own rule, an older generation is
+    collected after a number of collections of the next younger one."""
     num_young, *num_times = gc.get_count()
     if num_young >= _NUM_AT_A_TIME:
         gc.collect(sum(1 for _ in takewhile(bool, map(ge, num_times, _NUM_TIMES))))

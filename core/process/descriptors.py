@@ -1,20 +1,20 @@
-"""How many files and sockets this process may have open (RLIMIT_NOFILE), and who may use them.
+"""How many files and sockets this process may have open (RLIMIT_NOFILE), and their division.
 
-half           HTTP connections                       a process without any left could not even
-a quarter      gRPC connections                       accept who is to be refused, nor reach a
-the rest       links to nodes, Redis, files           node for those whom it serves
+half           HTTP connections                       without a free descriptor a process could
+a quarter      gRPC connections                       neither accept connections to refuse them,
+the rest       links to nodes, Redis, files           nor connect to a node for its callers
 """
 
 from __future__ import annotations
 
 import resource
 
-_HIGHEST = 1 << 20  # what may be unlimited is counted by tables of its size
+_HIGHEST = 1 << 20  # instead of no limit: the limit sizes tables
 _MAX_SPARE = 64
 
 
 def raise_limit() -> None:
-    """Take as many as the system gives: the soft limit is there for programs that use select()."""
+    """Raise the soft limit to the hard one: it is kept low for programs that use select()."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _HIGHEST if hard == resource.RLIM_INFINITY else min(hard, _HIGHEST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -27,16 +27,16 @@ def limit() -> int:
 
 
 def for_http() -> int:
-    """Most connections of HTTP."""
+    """The most HTTP connections."""
     return max(1, limit() // 2)
 
 
 def for_grpc() -> int:
-    """Most connections of gRPC."""
+    """The most gRPC connections."""
     return max(1, limit() // 4)
 
 
 def is_among_last(descriptor: int) -> bool:
-    """Whether the one that was just opened, which is the lowest that was free, is one of those that
-    are spared."""
+    """Whether `descriptor`, just opened and so the lowest free number, is one of the last, which
+    are reserved."""
     return descriptor >= limit() - min(_MAX_SPARE, limit() // 8)

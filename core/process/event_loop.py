@@ -1,12 +1,12 @@
-"""The event loop of a process: which one it is, what it keeps running, the signals that stop it,
-whether it still turns.
+"""The event loop of a process: its implementation, tasks that are restarted, stop signals, and a
+watch for hangs.
 
     parent  LoopWatch ── a memfd of 8 bytes, by number in the environment ──► child  show_turns()
 
-The child moves a counter, its parent reads it, and counts its own looks, not seconds: one that was
-stopped itself, and goes on, has looked no more often than its child could count. A child that has
-not begun to count, since it starts or loads, is not taken for hung. Who kills and who starts again
-is the parent's business.
+The child increments a counter, which its parent polls. The parent counts polls, not seconds: after
+it was suspended itself, it has polled no more often than its child could count. A child that has
+not begun to count, as it starts or loads, is not considered hung. Killing and restarting it is up
+to the parent.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-HUNG_S = 2.0  # of a gateway: its callers wait meanwhile
+HUNG_S = 2.0  # for a gateway, whose callers wait meanwhile
 
-AGAIN_S = 1.0  # until what broke begins again
+AGAIN_S = 1.0  # before a failed task is started again
 
 _VARIABLE = "BATON_LOOP_WATCH_FD"
 _NAME = "baton-loop-watch"
@@ -36,7 +36,7 @@ _NUM_BYTES = 8
 
 
 def run(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Like asyncio.run, of what `start` gives; it is called before there is a loop."""
+    """Like asyncio.run, for the coroutine of `start`, which is called before there is a loop."""
     _open_standard_streams()
     main = start()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -44,17 +44,17 @@ def run(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 def _open_standard_streams() -> None:
-    """Those with which nobody started us, as /dev/null: else what is opened next has their numbers,
-    and uvloop, which closes none of these, aborts."""
+    """Open standard streams that this process lacks as /dev/null: else the next files opened get
+    their numbers, and uvloop, which refuses to close these, aborts."""
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # at `fd`: the lowest
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # is `fd`, the lowest free
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """None: asyncio's default."""
+    """uvloop's, if it is installed; None: asyncio's default."""
     try:
         import uvloop  # optional: the extra `fast`
     except ImportError:
@@ -63,8 +63,8 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def keep_running(what: str, run: Callable[[], Awaitable[None]]) -> None:
-    """Until it returns or is cancelled. What it raises is a bug of ours: logged, once for each kind
-    and place, and no reason to do without it for good."""
+    """Call `run` until it returns or is cancelled. An exception is a bug in Baton: it is logged,
+    once for each kind and place, and `run` is called again."""
     logged: set[str] = set()
     while True:
         try:
@@ -78,7 +78,7 @@ async def keep_running(what: str, run: Callable[[], Awaitable[None]]) -> None:
 
 
 def _kind_and_place(error: Exception) -> str:
-    """Of a group, as a TaskGroup raises it, those of the first in it."""
+    """The kind and place of `error`; for a group, as a TaskGroup raises it, of its first error."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error)} {traceback.extract_tb(error.__traceback__, -1)}"
@@ -86,8 +86,8 @@ def _kind_and_place(error: Exception) -> str:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C end at once what takes long on the main thread, of a coroutine too: a loop cancels
-    its main task instead, which is noticed behind that."""
+    """Let Ctrl-C interrupt long work on the main thread at once, also within a coroutine: asyncio
+    cancels the main task instead, which takes effect only after that work."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -99,8 +99,8 @@ def interruptible() -> Iterator[None]:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: the first means stop, the second hurry; with `sigint_hurries` SIGINT
-    means both.
+    """SIGTERM and SIGINT: the first signal sets `stop`, the second `hurry`; with `sigint_hurries`,
+    SIGINT sets both.
     """
 
     def __init__(self, *, sigint_hurries: bool = False) -> None:
@@ -118,7 +118,7 @@ class StopSignals:
 
 
 class LoopWatch:
-    """The parent's end for one child. Pass `fd` to it, and `environment`."""
+    """The parent's side for one child, which must get `fd` and `environment`."""
 
     def __init__(self, hung_s: float = HUNG_S) -> None:
         self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
@@ -127,7 +127,7 @@ class LoopWatch:
         self.hung_s = hung_s
 
     async def until_hung(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-        """Return once the child has counted, and then not for `hung_s`."""
+        """Return once the child has counted, and has then stopped counting for `hung_s`."""
         last, num_silent = b"", 0
         while num_silent < self._max_silent_looks:
             await sleep(_TURN_S)
@@ -136,7 +136,7 @@ class LoopWatch:
             last = count
 
     def close(self) -> None:
-        """Harmless when it is closed already."""
+        """No effect if it is closed already."""
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
@@ -149,7 +149,7 @@ class LoopWatch:
 
 
 async def show_turns() -> None:
-    """The child's end: count until cancelled. Returns at once where no parent watches."""
+    """The child's side: count until cancelled. Returns at once if no parent watches."""
     fd = _watched_fd()
     if fd is None:
         return
@@ -161,7 +161,7 @@ async def show_turns() -> None:
 
 
 def _watched_fd() -> int | None:
-    """What the parent passed, once; a number that was inherited without its file is nothing."""
+    """The descriptor that the parent passed, once; None if only its number was inherited."""
     number = os.environ.pop(_VARIABLE, "")
     with contextlib.suppress(OSError):
         if number.isdecimal() and f"memfd:{_NAME}" in os.readlink(f"/proc/self/fd/{number}"):

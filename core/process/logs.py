@@ -1,8 +1,8 @@
-"""How every process of ours logs: to stderr, for people or as JSON lines, and never in floods; and
-how it tells people on stdout how it is.
+"""Logs of every Baton process: to stderr, as text or as JSON lines, with a limit on repeated
+records; and status lines for people on stdout.
 
-A record may carry values for machines (`extra=fields(...)`): they become keys of its JSON line.
-Knows no record. Who logs must not put prompts, keys or secrets into it.
+A record may have values for machines (`extra=fields(...)`): they become keys of its JSON line.
+Knows no record. Callers must not log prompts, keys or secrets.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 
 _TEXT = "%(levelname).1s %(name)s: %(message)s"
 MAX_ALIKE = 20  # records of one kind...
-ALIKE_S = 10.0  # ...within so long
+ALIKE_S = 10.0  # ...within this time
 _MAX_KINDS = 1000
 
 
 def print_line(line: str) -> None:
-    """A line for people, on stdout, at once and in one piece: `baton up` reads it through a pipe,
-    into which engines write their logs."""
-    with suppress(OSError):  # nobody reads any more, or the disk is full: serving goes on
+    """Print a line for people on stdout, at once and in one write: `baton up` reads it through a
+    pipe, into which engines also write their logs."""
+    with suppress(OSError):  # the reader is gone, or the disk is full: serving goes on
         print(f"{line}\n", end="", flush=True)
 
 
 def set_up_logging(process: str, *, as_json: bool) -> None:
-    """Configure the root logger of this process; called again, it starts anew."""
+    """Configure the root logger of this process; a second call replaces the configuration."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(process) if as_json else logging.Formatter(_TEXT))
     handler.addFilter(spare_traceback)
@@ -37,13 +37,13 @@ def set_up_logging(process: str, *, as_json: bool) -> None:
 
 
 def fields(values: Mapping[str, object], *, is_unlimited: bool = False) -> dict[str, Any]:
-    """The `extra` of a record with values. `is_unlimited`: no flood, however many there are."""
+    """The `extra` of a record with values. `is_unlimited`: exempt from the limit on repeats."""
     return {"fields": values, "is_unlimited": is_unlimited}
 
 
 def spare_traceback(record: logging.LogRecord) -> bool:
-    """Where a caller had gone before its answer, gRPC's server tells it with a traceback of its own
-    code: the line says all. Nothing is left out but that."""
+    """Remove the traceback that gRPC's server logs when a caller was gone before its response: it
+    shows gRPC's own code only. No record is dropped."""
     kind = record.exc_info[0] if record.exc_info else None
     is_gone = kind is not None and kind.__name__ == "ExecuteBatchError"
     if is_gone and record.name.startswith("grpc."):
@@ -64,7 +64,7 @@ class JsonLines(logging.Formatter):
             "time": round(record.created, 6),
             "level": record.levelname.lower(),
             "process": self._process,
-            "pid": record.process,  # gateways that share ports have one name
+            "pid": record.process,  # gateways that share ports have the same name
             "logger": record.name,
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
@@ -75,7 +75,7 @@ class JsonLines(logging.Formatter):
 
 
 class FloodGate(logging.Filter):
-    """Lets MAX_ALIKE records of one place and level pass in ALIKE_S, and counts the others."""
+    """Passes MAX_ALIKE records of one logger, level and text per ALIKE_S, and counts the others."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Private folders for sockets, of which none stays behind for good.
+"""Private folders for sockets, none of which is left behind for good.
 
-Who makes one holds a lock on it, which the kernel drops with the process, whatever killed it: a
-folder of ours that can be locked is nobody's, and the next one to be made removes it. A lock needs
-no pid, so neither a pid that is in use again nor containers over one /tmp mislead it.
+The process that makes a folder holds a lock on it, which the kernel releases when the process ends,
+however it ends: a folder of this user that can be locked has no owner, and is removed when the next
+one is made. Locks need no pid, so reused pids and containers that share /tmp cause no mistakes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_MAX_ROOT_BYTES = 64  # a unix socket's path has 107 in all
+_MAX_ROOT_BYTES = 64  # a unix socket's path has at most 107 in all
 
 
 class RuntimeFolder:
@@ -27,7 +27,7 @@ class RuntimeFolder:
 
     @classmethod
     def make(cls, prefix: str) -> RuntimeFolder:
-        """A new one, once those of that prefix are removed whose makers are gone."""
+        """Make a folder, after removing those with that prefix whose owners have ended."""
         root = _root()
         _sweep(root, prefix)
         while True:
@@ -36,22 +36,22 @@ class RuntimeFolder:
                 return cls(path, _locked(path))
 
     def restore(self) -> None:
-        """Make it again if it was removed, with what a session had or by who cleans /tmp. Raises
-        OSError."""
+        """Make the folder again if it was removed, at the end of a session or by a cleaner of /tmp.
+        Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(self.path.lstat(), os.fstat(self._lock)):
                 return
-        self.path.mkdir(mode=0o700, parents=True)  # nobody else's: that would be there
+        self.path.mkdir(mode=0o700, parents=True)  # raises if another user's is there
         try:
             lock = _locked(self.path)
         except OSError:
-            shutil.rmtree(self.path, ignore_errors=True)  # the next try makes it
+            shutil.rmtree(self.path, ignore_errors=True)  # the next call makes it
             raise
         os.dup2(lock, self._lock, inheritable=False)
         os.close(lock)
 
     def remove(self) -> None:
-        """With all that is in it; harmless when it is gone already."""
+        """Remove the folder with its contents; no effect if it is gone already."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -65,7 +65,7 @@ class RuntimeFolder:
 
 
 def _locked(path: Path) -> int:
-    """Its lock. Raises FileNotFoundError if it was swept before."""
+    """The folder's lock, a descriptor. Raises FileNotFoundError if it was swept before."""
     lock = os.open(path, _OPEN)
     fcntl.flock(lock, fcntl.LOCK_EX)
     if os.fstat(lock).st_nlink > 0:
@@ -76,7 +76,7 @@ def _locked(path: Path) -> int:
 
 def _sweep(root: Path, prefix: str) -> None:
     for path in root.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # no folder, another user's, somebody was faster
+        with contextlib.suppress(OSError):  # no folder, another user's, locked, or gone
             lock = os.open(path, _OPEN)
             try:
                 if os.fstat(lock).st_uid == os.getuid():

@@ -1,11 +1,11 @@
-"""What the directory's list of engines, as the supervisor sends it, means for an engine's channels:
-who may dial it (`MemberList`), and whom a puller dials, and dials again (`SourceDialer`).
+"""An engine's use of the directory's list of engines, which its supervisor sends: which engines may
+dial it (`MemberList`), and which sources a puller dials, and dials again (`SourceDialer`).
 
     members ─► engines of the same model ─► a thread each: dial, wait for the end, back off
 
 A source that leaves the list keeps its channel, since the list is a hint, but is not dialled again.
-One whose fingerprint differs is dialled once: the engines compare field by field, and the one that
-refuses names the field. What is sent on a channel is the business of its two engines.
+A source whose fingerprint differs is dialled once: the engines compare field by field, and the one
+that refuses names the field. Knows no message.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ log = logging.getLogger(__name__)
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
 _WAIT_S = 1.0  # an engine may dial a moment before its entry arrives here
-STEADY_S = 1.0  # a link that stood so long was fine: its end begins a new series of tries
+STEADY_S = 1.0  # a link that lasted this long was good: the back-off starts anew at its end
 
 
 @dataclass(frozen=True, slots=True)
 class Puller:
-    """Who dials: `key` is what it proves; `secure` begins TLS with a source, raises OSError.
+    """The dialling engine. It proves that it holds `key`; `secure` begins TLS with a source, raises
+    OSError.
 
     `awaits_handoffs`: prefill engines hand off to it.
     """
@@ -51,19 +52,19 @@ class Puller:
 
 
 class SourceDialer:
-    """`list_members` and `link_over` are for the loop's thread; `close` ends all tries."""
+    """`list_members` and `link_over` are for the loop's thread; `close` ends all attempts."""
 
     def __init__(self, puller: Puller, on_link: Callable[[Link], None]) -> None:
-        """`on_link` gets every channel that a source has accepted, on other threads, none behind
-        `close`. It must not wait.
+        """`on_link` gets every channel that a source has accepted, on other threads, none after
+        `close`. It must not block.
         """
         self._puller = puller
         self._on_link = on_link
         self._changed = threading.Condition()
         self._sources: Mapping[str, engine_pb2.ListedEngine] = {}
-        self._dialled: set[str] = set()  # by a thread of theirs
+        self._dialled: set[str] = set()  # sources that have a dialling thread
         self._linked: dict[str, Link] = {}
-        self._refused: set[str] = set()  # of another make, and linked once
+        self._refused: set[str] = set()  # with another fingerprint, linked once already
         self._is_closed = False
 
     def close(self) -> None:
@@ -72,7 +73,7 @@ class SourceDialer:
             self._changed.notify_all()
 
     def list_members(self, members: engine_pb2.Members) -> None:
-        """The directory has these engines now."""
+        """Replace the list: the directory has these engines now."""
         puller = self._puller
         with self._changed:
             self._sources = {
@@ -99,7 +100,7 @@ class SourceDialer:
         while (source := self._listed(incarnation)) is not None:
             try:
                 link = self._dial(source)
-            except Exception as error:  # a bug of ours must not be the last try
+            except Exception as error:  # a bug must not end the attempts
                 if repr(error) != last_reason:
                     last_reason, is_ours = repr(error), not isinstance(error, OSError | BatonError)
                     where = (source.name, source.address)
@@ -118,7 +119,7 @@ class SourceDialer:
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
 
     def _listed(self, incarnation: str) -> engine_pb2.ListedEngine | None:
-        """None: it is to be dialled no more, and its thread ends."""
+        """The source's entry; None if it must not be dialled any more: its thread ends."""
         with self._changed:
             source = self._sources.get(incarnation)
             if source is None or self._is_closed or incarnation in self._refused:
@@ -154,7 +155,7 @@ class SourceDialer:
         return link
 
     def _wait_for_end(self, link: Link) -> bool:
-        """Returns whether the channel stood for a while."""
+        """Returns whether the channel lasted for STEADY_S."""
         with self._changed:
             is_short = self._changed.wait_for(lambda: not self._is_up(link), STEADY_S)
             self._changed.wait_for(lambda: not self._is_up(link))
@@ -183,10 +184,10 @@ class MemberList:
             self._changed.notify_all()
 
     def has(self, incarnation: str) -> bool:
-        """Whether the engine is listed, or is within a second.
+        """Whether the engine is listed, or is listed within a second.
 
-        While the directory is away nobody can be: then whoever proves the cluster's
-        key is believed.
+        True while the directory is unreachable, as new engines cannot be listed then: the proof of
+        the cluster's key is enough.
         """
         with self._changed:
             return self._changed.wait_for(
@@ -194,6 +195,6 @@ class MemberList:
             )
 
     def name_of(self, incarnation: str) -> str:
-        """Of the engine's node, for people; empty where it is not listed."""
+        """The name of the engine's node, for people; empty if the engine is not listed."""
         with self._changed:
             return self._names.get(incarnation, "")

@@ -1,1 +1,1 @@
-"""The engine process and its one loop."""
+"""The engine process and its main loop."""

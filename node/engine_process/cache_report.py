@@ -18,8 +18,8 @@ class CacheReport:
     """An `engine.kv.prefix_cache.CacheObserver`. Used by the engine loop's thread only."""
 
     def __init__(self, send: Send, has_room: Callable[[], bool] = lambda: True) -> None:
-        """`has_room`: whether the supervisor reads. After a False each flush calls it until it is
-        True."""
+        """`has_room`: whether the supervisor reads. After it returned False, each flush calls it
+        until it returns True."""
         self._send, self._has_room = send, has_room
         self._changes = NetChanges()
         self._waits_for_room = False

@@ -1,5 +1,5 @@
-"""Holds dispatches back until the grammar that they name is compiled and the LoRA adapter is read,
-each on its own thread.
+"""Holds dispatches back until their grammar is compiled and their LoRA adapter is read, each on its
+own thread.
 
     dispatch ──► all is available ───────────────────────► role
             └──► not yet ───► thread ──► Gated ─► inbox ─► role
@@ -7,9 +7,9 @@ each on its own thread.
     LoadAdapter ──► read on a thread ──► Gated ─► inbox ─► AdapterLoaded
     AdapterRoom.fetch ──► read on a thread ──► Gated ─► inbox ─► room
 
-To the role such a dispatch just arrives late: if it has been cancelled it finds its tombstone. It
-is dropped if its gateway is lost; if compiling or reading fails, it fails in the engine. A request
-that lacks room for its adapter in host memory waits in the engine, not here.
+For the role such a dispatch only arrives late: if it has been cancelled, the role has a tombstone
+of it. It is dropped if its gateway is lost; if compiling or reading fails, it fails in the engine.
+A request that lacks room for its adapter in host memory waits in the engine, not here.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ _Found: TypeAlias = Grammar | HostAdapter | BatonError | None
 
 @dataclass(slots=True)
 class Gated:
-    """`found` is what `message` waited for: a dispatch or a LoadAdapter of `gateway`, or an adapter
-    that the room requested; an error, or None where it was read for another dispatch. `is_read`: it
-    was an adapter, which is the last that a dispatch waits for."""
+    """`message`: a dispatch or a LoadAdapter of `gateway`, or an adapter that the room requested.
+    `found`: the grammar or adapter that it waited for, an error, or None if the adapter was read
+    for another dispatch. `is_read`: it waited for an adapter, the last thing a dispatch waits for.
+    """
 
     gateway: str
     message: _Message
@@ -76,8 +77,8 @@ class DispatchGate:
         self._compiling = ThreadPoolExecutor(1, "grammars")
         self._reading = ThreadPoolExecutor(1, "adapters")
         self._fetching: set[str] = set()  # digests
-        # While a dispatch has an adapter of this path and digest read: the others that wait for it,
-        # each with its gateway and since when.
+        # By (path, digest) of an adapter that is being read for a dispatch: the other dispatches
+        # that wait for it, each with its gateway and since when.
         self._behind: dict[tuple[str, str], list[tuple[str, node_pb2.Dispatch, float]]] = {}
         if room is not None:
             room.fetch = self._fetch
@@ -88,16 +89,16 @@ class DispatchGate:
         return len(self._waiting)
 
     def gateway_lost(self, gateway: str) -> None:
-        """Drop its dispatches."""
+        """Drop the gateway's dispatches."""
         self._waiting = {key: name for key, name in self._waiting.items() if name != gateway}
 
     def close(self) -> None:
-        """Drop what still waits."""
+        """Drop all that still wait."""
         for pool in (self._compiling, self._reading):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def admits(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
-        """Whether the dispatch can go to the role now; if not it comes back as a Gated."""
+        """Whether the dispatch can go to the role now; if not, it is returned later as a Gated."""
         constraint = codec.constraint_from_wire(dispatch.sampling)
         if constraint is None or self._grammars.is_kept(constraint):
             return self._has_adapter(gateway, dispatch)
@@ -119,7 +120,7 @@ class DispatchGate:
         if gated.is_read and isinstance(dispatch, node_pb2.Dispatch):
             self._release_behind(dispatch.adapter, found if isinstance(found, BatonError) else None)
         if isinstance(found, HostAdapter) and self._room is not None:
-            with suppress(Overloaded):  # whoever has a slot for it fetches it
+            with suppress(Overloaded):  # it is read again for a request that gets a slot
                 self._room.keep(found)
         if isinstance(dispatch, node_pb2.LoadAdapter):
             self._answer(gateway, dispatch, found)
@@ -141,8 +142,8 @@ class DispatchGate:
         return dispatch if gated.is_read or self._has_adapter(gateway, dispatch) else None
 
     def _has_adapter(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
-        """Whether it names no adapter, or one that is in memory, or one that has no room yet. Where
-        no adapters are served the engine rejects it."""
+        """Whether the dispatch names no adapter, or one that is in memory or has no room yet. If no
+        adapters are served, the engine rejects it."""
         room, adapter = self._room, dispatch.adapter
         if room is None or not dispatch.HasField("adapter"):
             return True
@@ -183,7 +184,7 @@ class DispatchGate:
     def _submit(
         self, gateway: str, message: _Message, find: Callable[[], _Found], *, is_read: bool = False
     ) -> None:
-        """Run `find` on a thread; the message comes back as a Gated."""
+        """Run `find` on a thread; the message is returned as a Gated."""
         if isinstance(message, node_pb2.Dispatch):
             self._waiting[message.request_id, message.attempt] = gateway
         began_s = time.monotonic()
@@ -194,7 +195,7 @@ class DispatchGate:
                 found = find()
             except BatonError as error:
                 found = error
-            except Exception as error:  # of this thread: nobody else would see it
+            except Exception as error:  # on this thread: it would be lost
                 log.exception("what a request names cannot be had")
                 found = BatonError(f"{type(error).__name__}: {error}")
             self._put(Gated(gateway, message, is_read, found, time.monotonic() - began_s))

@@ -1,4 +1,4 @@
-"""Where the links of an engine come from: its listener, and its dialer of sources."""
+"""The two origins of an engine's links: its listener, and its dialer of sources."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from ..channels.source_dialer import MemberList, Puller, SourceDialer
 
 log = logging.getLogger(__name__)
 
-_FLUSH_S = 1.0  # within which what was sent last is encrypted
-_HEARTBEATS_MISSED = 4  # of a peer, whose interval is taken for ours
+_FLUSH_S = 1.0  # time to encrypt the data that was sent last
+_HEARTBEATS_MISSED = 4  # of a peer, assumed to have the same heartbeat interval
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What the engine proves where it dials, and by id what is proven to it."""
+    """The key that the engine proves as a dialer, and those that it accepts, by key id."""
 
     dialing: bytes
     accepted: Mapping[bytes, bytes]
 
 
 class EngineLinks:
-    """`channels` is the loop's; `start` lets others in, `close` ends everything."""
+    """`channels` is used by the loop; `start` begins to accept, `close` ends everything."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class EngineLinks:
         keys: Keys,
         tls: EngineTls | None,
     ) -> None:
-        """Raises StartupFailed if nobody could connect."""
+        """Raises StartupFailed if the engine cannot listen."""
         self._inbox = inbox
         self._members = MemberList()
         self._tls = tls
@@ -68,28 +68,28 @@ class EngineLinks:
         self._listener = _listen(welcome.incarnation, node, admission, tls)
 
     def ready(self, welcome: node_pb2.Welcome) -> engine_pb2.Ready:
-        """What the supervisor makes known."""
+        """The message with what the supervisor announces."""
         return engine_pb2.Ready(welcome=welcome, port=self._listener.port, host_id=host_id())
 
     def start(self) -> None:
         self._listener.start(self._accepted)
 
     def list_members(self, members: engine_pb2.Members) -> None:
-        """The directory has these engines now."""
+        """Replace the list: the directory has these engines now."""
         self._members.list_members(members)
         self._dialer.list_members(members)
 
     def end(self, error: BatonError) -> None:
-        """Report to all gateways why the process ends, which it may do now. Any thread."""
+        """Report to all gateways why the process ends; it may exit after this. Any thread."""
         self.channels.broadcast.end(error)
         wait_for_pumps(_FLUSH_S)
 
     def close(self) -> None:
-        """Nobody receives from the inbox any more."""
+        """Call once nothing receives from the inbox any more."""
         self._listener.close()
         self._dialer.close()
         for item in self._inbox.receive(0):
-            if isinstance(item, Link):  # too late
+            if isinstance(item, Link):  # accepted too late
                 item.channel.close()
         self.channels.close()
         wait_for_pumps(_FLUSH_S)
@@ -114,7 +114,7 @@ class EngineLinks:
 def _listen(
     incarnation: str, node: NodeConfig, admission: Admission, tls: EngineTls | None
 ) -> ChannelListener:
-    """At the engine's port, or at a free one where that is taken: the directory has which it is.
+    """Listen at the engine's port, or at a free one if it is taken: the directory contains it.
 
     Raises StartupFailed.
     """

@@ -4,9 +4,9 @@
     gateways, peers ─────┼─► inbox ─► turn ───┼─ changes of the cache, to the supervisor
     pulls ── completions ┘       tick, step   └─ numbers for the heartbeat
 
-Idle it waits for the inbox or the role's next deadline; busy it empties the inbox between steps.
-Only its thread changes blocks, leases and tokens. Heartbeats have their own thread, so that a long
-step does not look like a hang.
+When idle, it waits for the inbox or the role's next deadline; when busy, it empties the inbox
+between and during steps. Only its thread changes blocks, leases and tokens. Heartbeats have their
+own thread, so that a long step does not look like a hang.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class EngineLoop:
 
     def _during_step(self) -> bool:
         """Handle input while a step runs on the device; returns whether there was any."""
-        self._flush()  # what is queued need not wait for the end of the step
+        self._flush()  # queued messages need not wait for the end of the step
         self._engine.pool.evict_ahead()
         collect_some()
         items = self._inbox.receive(WATCH_S if self._peers.pulls.are_waiting else LOOK_S)

@@ -1,9 +1,9 @@
-"""The engine process: loads the model, runs the loop, and never outlives its supervisor.
+"""The engine process: loads the model and runs the loop. It never outlives its supervisor.
 
     configure ─► model, KV pool, generations ─► exporter ─► role ─► listen, ready ─► loop ─► end
 
-`main` is what `python -m baton.prefill_node.engine_main FD` and its decode twin call, each with its
-own role. What goes wrong is reported in a `failed` frame, as text for people, and to gateways.
+`main` is called by `python -m baton.prefill_node.engine_main FD` and its decode counterpart, each
+with its role. Failures are reported in a `failed` frame, as text for people, and to gateways.
 """
 
 from __future__ import annotations
@@ -67,20 +67,20 @@ from .startup_messages import (
 
 log = logging.getLogger(__name__)
 
-LINK_WAIT_S = 5.0  # how long an intent waits for a pair that is being set up
+LINK_WAIT_S = 5.0  # how long a pull intent waits for its link to be set up
 _SWITCH_S = 0.0005
 _FOLLOWER_MODULE = "baton.node.engine_process.rank_process"
 
 
 def main(plan: RolePlan) -> int:
-    """Run until the supervisor ends it or is gone; returns the exit code."""
+    """Run until the supervisor orders a shutdown or is gone; returns the exit code."""
     end_waits_on_time()
-    # A pull's thread wants the interpreter for some microseconds, many times a copy; the loop's
-    # thread would keep it for 5 ms each time.
+    # A pull's thread needs the interpreter for some microseconds, many times per copy; by default
+    # the loop's thread would keep it for 5 ms each time.
     sys.setswitchinterval(_SWITCH_S)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the supervisor's, which ends us in order
+    for number in (signal.SIGINT, signal.SIGTERM):  # left to the supervisor, which ends us
         signal.signal(number, signal.SIG_IGN)
-    set_up_logging(plan.name.value, as_json=False)  # until the configuration has come
+    set_up_logging(plan.name.value, as_json=False)  # until the configuration has arrived
     frames = FrameSocket(socket.socket(fileno=int(sys.argv[1])))
     try:
         _run(plan, frames)
@@ -92,30 +92,30 @@ def main(plan: RolePlan) -> int:
         _report_failure(frames, error)
         return 1
     finally:
-        frames.end()  # at once, not when the interpreter has taken itself apart
+        frames.end()  # at once, not after the interpreter's own shutdown
     return 0
 
 
 def _run(plan: RolePlan, frames: FrameSocket) -> None:
-    """Start the other ranks, if there are any, and serve. Raises what ends the process."""
+    """Start the other ranks, if any, and serve. Raises the error that ends the process."""
     settings = read_settings(frames)
     set_up_logging(settings.node.name or plan.name.value, as_json=settings.node.log_json)
     engine_config = plan.adjust(settings.engine)
     report = LoadReport(frames)
-    links: list[EngineLinks] = []  # one, once it listens
+    links: list[EngineLinks] = []  # one item, once the engine listens
 
     def lost(error: BatonError) -> None:
         _report_failure(frames, error)
         for each in links:
             each.end(error)
         frames.end()
-        os._exit(1)  # the loop's thread may wait for a device that will never be done
+        os._exit(1)  # the loop's thread may wait for a device that never completes
 
     trust = ClusterTrust(plan.name.value, settings.engine, settings.keys.accepted, settings.tls)
     ranks = start_ranks(engine_config, _FOLLOWER_MODULE, lost, report.line, trust)
     try:
         _serve(plan, frames, ranks, settings, report, links)
-    except BaseException as error:  # a Ctrl-C too: ranks in a step would not notice a close
+    except BaseException as error:  # kill: ranks within a step do not notice a close
         ranks.explain(error)  # `lost` reports it, and ends the process
         ranks.kill()
         raise
@@ -130,7 +130,7 @@ def _serve(
     report: LoadReport,
     all_links: list[EngineLinks],
 ) -> None:
-    """Load, announce, loop. Raises what ends the process."""
+    """Load the model, announce the engine, run the loop. Raises the error that ends the process."""
     inbox: Inbox[Item] = Inbox()
     engine_config, node_config, tls = ranks.config, settings.node, settings.tls
     runner = ModelRunner(engine_config, report.on_progress, ranks.communicator)
@@ -138,7 +138,7 @@ def _serve(
         report.line(note)
     clock, incarnation = SystemClock(), SystemEntropy().new_id()
     generations = SharedGenerations(runner.kv.num_blocks, incarnation)
-    if plan.name is RoleName.PREFILL:  # its chunks are announced when they are launched
+    if plan.name is RoleName.PREFILL:  # chunks are announced to pullers at their launch
         runner.count_steps(generations)
     parts = pool_parts(
         runner,
@@ -166,7 +166,7 @@ def _serve(
     all_links.append(links)
 
     def has_room() -> bool:
-        """While there is none, the loop is woken as soon as there is some."""
+        """If there is none, the loop is woken as soon as there is."""
         found = frames.has_room()
         inbox.watch_writes(frames, not found)
         return found
@@ -185,7 +185,7 @@ def _serve(
         took_s = engine.measure_first_steps(BUDGET_S)
         runner.forget_expert_tokens()
         report.line(f"first steps measured in {took_s:.1f} s")
-    assembly.begin()  # no sooner: steps would take longer beside it
+    assembly.begin()  # not before: it would slow the measured steps down
     offered.callback(assembly.close)
     name = node_config.name or plan.name.value
     vocab_size = runner.model_config.vocab_size
@@ -215,14 +215,14 @@ def _serve(
     )
     role = plan.build(engine, requests, peers, clock)
     inbox.watch(frames, lambda: _read(frames))
-    for item in _read(frames):  # what came with the last frame of the start: no event follows
+    for item in _read(frames):  # frames buffered during the start: no event follows for them
         inbox.put(item)
     links.start()
     frames.send(engine_pb2.EngineOutput(ready=links.ready(welcome)))
 
     def beat(numbers: node_pb2.Heartbeat) -> None:
         links.channels.broadcast.heartbeat(numbers)
-        if frames.has_room():  # else the supervisor stands still: gateways need not wait for it
+        if frames.has_room():  # else the supervisor does not read: gateways must not wait for it
             frames.send(engine_pb2.EngineOutput(heartbeat=numbers))
 
     heartbeats = HeartbeatSender(beat, node_config.heartbeat_s, clock)
@@ -268,7 +268,7 @@ def _serve(
 
 
 def _read(frames: FrameSocket) -> Iterable[Item]:
-    """Whatever the supervisor has sent, in order; if it is gone, to shut down."""
+    """All messages that the supervisor has sent, in order; if it is gone, a shutdown follows."""
     items: list[Item] = []
     try:
         payloads, is_over = frames.receive_ready()
@@ -280,7 +280,7 @@ def _read(frames: FrameSocket) -> Iterable[Item]:
 
 
 def _report_failure(frames: FrameSocket, error: Exception) -> None:
-    """To the supervisor; a hint travels as the message's second line."""
+    """Report to the supervisor; a hint is sent as the message's second line."""
     public = _public(error)
     if isinstance(error, StartupFailed):
         public = StartupFailed(f"{error.message}\n{error.hint}")

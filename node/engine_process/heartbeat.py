@@ -1,4 +1,4 @@
-"""An engine's heartbeat: its numbers, when they are counted, and the thread that sends them."""
+"""An engine's heartbeat: its content, when it is recounted, and the thread that sends it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .dispatch_gate import DispatchGate
 from .promise_orders import PromiseOrders
 
 STALL_S = 60.0
-RECOUNT_S = 0.02  # age of the numbers; to count them takes longer than a small step may
-MAX_CALLERS = 64  # of those with most waiting tokens, in a heartbeat
+RECOUNT_S = 0.02  # age of the numbers; counting them in each small step would take too long
+MAX_CALLERS = 64  # in a heartbeat: those with the most waiting tokens
 
 
 def heartbeat(
@@ -31,7 +31,7 @@ def heartbeat(
     requests: RequestIO,
     orders: PromiseOrders,
 ) -> node_pb2.Heartbeat:
-    """The state and the counters that gateways get."""
+    """The state and the counters that are sent to gateways."""
     load, totals = engine.stats.load(role.pending()), engine.stats.totals()
     counters = node_pb2.Counters(
         **codec.same_fields(totals, node_pb2.Counters),
@@ -47,7 +47,7 @@ def heartbeat(
     )
     counters.MergeFrom(role.counts)
     counters.MergeFrom(peers.fetches.counts)
-    num_leaving = requests.num_with_ticket if role.is_source else 0  # they go on elsewhere
+    num_leaving = requests.num_with_ticket if role.is_source else 0  # handed off to other engines
     step_cost = None
     if (cost := engine.stats.step_cost()) is not None:
         fields = codec.same_fields(cost, node_pb2.StepCost)
@@ -112,10 +112,10 @@ class EngineNumbers:
         self._had_prompts = False  # at the last count
 
     def recount(self) -> float:
-        """Give the sender new numbers; returns inf, or when to call again if it is too early.
+        """Pass new numbers to the sender; returns inf, or when to call again if it is too early.
 
-        It is never too early after the first prompt has begun to wait, or the last one has stopped:
-        other gateways would also send theirs here, or still count on a queue that is gone.
+        It is never too early when the first prompt has begun to wait, or the last one has stopped
+        waiting: other gateways would also send theirs here, or still assume a queue.
         """
         now_s, has_prompts = self._clock.monotonic_s(), self._engine.stats.has_prompts
         if now_s < self._recount_s and has_prompts == self._had_prompts:
@@ -160,7 +160,7 @@ class HeartbeatSender:
         self._turn_started_s = None
 
     def count(self, numbers: node_pb2.Heartbeat) -> None:
-        """Set new numbers, which nobody modifies."""
+        """Set new numbers, which must not be modified later."""
         has_moved = _progress(numbers) != _progress(self._numbers)
         self._numbers = numbers
         if has_moved:
@@ -185,7 +185,7 @@ class HeartbeatSender:
                 try:
                     self._beat(self._numbers)
                 except OSError:
-                    return  # the supervisor is gone, and the loop is about to notice as well
+                    return  # the supervisor is gone, which ends the loop as well
 
 
 def _progress(numbers: node_pb2.Heartbeat) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
-"""The KV pools of an engine's ranks as others find them: named, described, exported.
+"""The KV pools of an engine's ranks as other engines reach them: names, descriptions, exports.
 
 Rank 0 draws the names and the key, and owns the generations; each rank exports its own pool to
-this host, and serves it to other hosts on a port of its own, if that can be needed.
+processes of its host, and serves it to other hosts on a port of its own, if that may be needed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BY_MEMORY = frozenset({"auto", "shm", "cuda_ipc", "cuda_staged"})
 
 @dataclass(frozen=True, slots=True)
 class ExportOrder:
-    """What rank 0 sends another rank; `key`: of the engine."""
+    """The order of rank 0 to another rank; `key`: that of the engine."""
 
     pool: str
     parts: tuple[PoolPart, ...]
@@ -55,11 +55,11 @@ def pool_parts(
     entropy: Entropy,
     hosts: Iterable[str],
 ) -> tuple[PoolPart, ...]:
-    """The pools of all ranks, `size` of each of the stages, on `hosts` (empty: rank 0's); rank 0's
-    is named by the engine's incarnation."""
+    """The pools of all ranks, `size` per stage, on `hosts` (empty string: rank 0's host); rank 0's
+    pool is named by the engine's incarnation."""
     names = chain([incarnation], (entropy.new_id() for _ in count()))
     heads = [heads_of_rank(runner.model_config, rank, size) for rank in range(size)]
-    # Those of a draft model, which takes a single stage, lie behind the model's.
+    # A draft model's layers follow the model's; it requires a single stage.
     num_drafting = runner.kv.layout.num_layers - len(runner.layers)
     layers = [(stage.first, len(stage) + num_drafting) for stage in runner.stages]
     return tuple(
@@ -77,7 +77,7 @@ def exported(
     node: NodeConfig,
     tls: EngineTls | None,
 ) -> Iterator[PoolAccess]:
-    """Rank 0: offer the pools of all ranks, in the ways that `--kv-transport` can take.
+    """On rank 0: offer the pools of all ranks by the transports that `--kv-transport` allows.
 
     Raises StartupFailed.
     """
@@ -99,7 +99,7 @@ def exported(
 
 
 class Offer:
-    """One rank's pool as others reach it: by its memory, over a network, or both."""
+    """One rank's pool, offered by shared memory, over a network, or both."""
 
     def __init__(
         self,
@@ -110,8 +110,8 @@ class Offer:
         *,
         is_spread: bool = False,
     ) -> None:
-        """Listen for other hosts, if that can be needed, as where the engine `is_spread` over
-        several; nobody answers yet. Raises StartupFailed."""
+        """Listen for other hosts, if that may be needed, e.g. as the engine `is_spread` over
+        several; nothing is served before `begin`. Raises StartupFailed."""
         self._runner = runner
         self._key = key
         self._by_memory = node.kv_transport in _BY_MEMORY
@@ -131,11 +131,11 @@ class Offer:
 
     @property
     def port(self) -> int:
-        """Where it listens for other hosts, or 0."""
+        """The port for other hosts, or 0."""
         return 0 if self._server is None else self._server.port
 
     def begin(self, name: str, generations_fd: int, parts: Sequence[PoolPart]) -> None:
-        """Answer, from now on: the ports of all ranks are known."""
+        """Serve from now on: the ports of all ranks are known."""
         runner, key = self._runner, self._key
         runner.write_canary(name)
         if self._by_memory:
@@ -156,9 +156,9 @@ class Offer:
 
 
 def _needs_port(runner: ModelRunner, node: NodeConfig) -> bool:
-    """Whether a puller can have no better way than over the network.
+    """Whether a puller may have no better transport than the network.
 
-    From a CPU node that nobody but this host reaches, memory can always be mapped.
+    The memory of a CPU node that only this host can reach can always be mapped.
     """
     if node.kv_transport != "auto":
         return node.kv_transport not in _BY_MEMORY

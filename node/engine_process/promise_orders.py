@@ -1,8 +1,8 @@
-"""Which orders about its promise an engine follows: those of the newest lease.
+"""Orders to change an engine's step-time promise: only those of the newest lease are followed.
 
-A gateway that has the cluster's lease (cluster/lease.py) decides which engines promise what, and
-sends that with the lease's epoch. A gateway that lost the lease may not know it yet: its orders
-have an older epoch, or the same one where Redis lost its data, and are refused.
+The gateway that has the cluster's lease (cluster/lease.py) decides what each engine promises, and
+sends it with the lease's epoch. A gateway that has lost the lease may not know it yet: its orders
+have an older epoch, or the same one if Redis lost its data, and are refused.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class PromiseOrders:
-    """One engine's; on the loop's thread. Without a promise of its own it follows none.
+    """The orders to one engine; on the loop's thread. An engine that started without a promise
+    follows none.
 
-    `epoch`, `leader`: of the newest order that was followed; 0: there was none.
+    `epoch`, `leader`: of the newest order that was followed; epoch 0: none yet.
     """
 
     def __init__(self, promise: StepPromise) -> None:
@@ -29,8 +30,9 @@ class PromiseOrders:
         self._can_promise = promise.tbt_target_s is not None
 
     def take(self, order: node_pb2.SetPromise) -> bool:
-        """Whether it is followed: from the next step on, and for what comes from now on. What
-        decodes was promised something, and the scheduler keeps to it until it ends."""
+        """Follow the order, unless it is refused; returns whether it is followed. It holds from the
+        next step on, and for requests that arrive from now on. Decodes that an earlier promise was
+        made to: see StepPromise."""
         is_known = (order.epoch, order.leader) == (self.epoch, self.leader)
         has_target = order.HasField("tbt_target_s")
         is_sound = not has_target or 0 < order.tbt_target_s < math.inf

@@ -1,6 +1,6 @@
 """`python -m baton.node.engine_process.rank_process FD`: a rank other than 0 of a node's engine.
 
-Beside steps it takes orders about pools: it exports its own, and pulls from those of its peers.
+Besides steps it executes orders about pools: it exports its own, and pulls from those of peers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .pools import ExportOrder, Offer
 
 
 class PoolOrders:
-    """This rank's pool, and its windows onto others: there once the pool was exported."""
+    """This rank's KV pool, and its windows onto others, available once the pool is exported."""
 
     def __init__(
         self, runner: ModelRunner, channel: RankChannel, here: HostSettings | None
     ) -> None:
-        """`here`: of an engine on several hosts."""
+        """`here`: this host's settings, if the engine is on several hosts."""
         self._here = here
         self._runner = runner
         self._channel = channel
@@ -57,7 +57,7 @@ class PoolOrders:
         self._channel.answer(message.order, str(self._offer.port).encode())
 
     def mirror(self, message: RankMessage) -> None:
-        """Rank 0 has drawn generations: before any step that overwrites these blocks here."""
+        """Copy generations that rank 0 has drawn, before a step overwrites these blocks here."""
         if self._mirror is not None:
             self._mirror.take_over(*unpack_generations(message.payload))
 

@@ -1,4 +1,4 @@
-"""How the engine processes of prefill and decode nodes differ."""
+"""The differences between the engine processes of prefill and decode nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..requests.request_role import EngineRole
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
-    """How one kind of node differs: its name, its limits, its role."""
+    """One kind of node: its name, its configuration, its limits, its role."""
 
     name: RoleName
     adjust: Callable[[EngineConfig], EngineConfig]

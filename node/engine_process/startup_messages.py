@@ -1,4 +1,5 @@
-"""What an engine process is given as it starts, and what it reports of itself."""
+"""The settings that an engine process gets at its start, and the messages in which it describes
+itself."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from .role_plan import RolePlan
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the supervisor gives: the first frame."""
+    """The settings from the supervisor: the first frame."""
 
     engine: EngineConfig
     node: NodeConfig
@@ -80,7 +81,7 @@ def welcome_of(
 
 
 def describe_pool(limits: EngineLimits) -> str:
-    """The KV pool in the units that people plan in."""
+    """The size of the KV pool in blocks, tokens and requests, as text for people."""
     num_tokens = limits.capacity * limits.block_size
     return (
         f"{limits.capacity:,} KV blocks of {limits.block_size} = {num_tokens:,} tokens; "
@@ -89,7 +90,7 @@ def describe_pool(limits: EngineLimits) -> str:
 
 
 class LoadReport:
-    """Progress lines, not more than one a second."""
+    """Sends progress lines of loading, at most one per second."""
 
     def __init__(self, frames: FrameSocket) -> None:
         self._frames = frames

@@ -1,1 +1,1 @@
-"""The process beside the engines: gRPC, membership, restarts."""
+"""The parent process of the engines: gRPC, membership, restarts."""

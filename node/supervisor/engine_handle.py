@@ -1,11 +1,11 @@
-"""The supervisor's end of an engine process: its start, its frames, its death, its replacement.
+"""The supervisor's side of an engine process: its start, frames, end and replacement.
 
     members, orders ──► frames ──► engine process
     ledgers, journal, heartbeat ◄── frames ◄──┘
 
-The first start must succeed, or the node does not start. Later ones are tried for ever: 0.5 s after
-the first death, doubling to 60 s, and from the beginning after a minute of health. One that takes
-several times as long as the first is ended, and the next may take twice as long.
+The first start must succeed, or the node does not start. Restarts are tried without limit: 0.5 s
+after the first end, doubling to 60 s, and 0.5 s again after a minute of health. A restart that
+takes several times as long as the first start is ended, and the next one may take twice as long.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ...prefix_index.messages import split_hashes
 from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
 
-HEARTBEATS_MISSED = 6  # silent for so many intervals: not progressing
+HEARTBEATS_MISSED = 6  # without a heartbeat for so many intervals: not progressing
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 60.0
 HEALTHY_S = 60.0
-HUNG_S = 30.0  # no heartbeat for so long: not a pause, the process is replaced
-_SILENT_LOOKS = 10  # in that time, one after the other
-START_S, SLOWER = 120.0, 5.0  # a later start may take so long, or so many times the first one
-KILLED_S = 10.0  # a process that was killed may take so long to end
+HUNG_S = 30.0  # no heartbeat for this long: a hang, the process is replaced
+_SILENT_LOOKS = 10  # polls in this time, all without a heartbeat
+START_S, SLOWER = 120.0, 5.0  # limits of a restart: seconds, multiple of the first start
+KILLED_S = 10.0  # a process that was killed may take this long to end
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """How to start an engine process: a module with a main, its configuration and surroundings."""
+    """How to start an engine process: a module with a main, its configuration and environment."""
 
     module: str
     configuration: str  # JSON, the first frame
@@ -95,14 +95,14 @@ class EngineHandle:
         return not self.is_over and self.silent_s < HEARTBEATS_MISSED * self._heartbeat_s
 
     def send(self, message: engine_pb2.EngineInput) -> None:
-        """Queue a frame; to a process that is gone it is lost, and its end is noticed elsewhere."""
+        """Queue a frame. It is lost if the process is gone, which `run` detects."""
         if not self._writer.is_closing():
             self._writer.write(encode_payload(message.SerializeToString()))
 
     async def run(self, on_over: Callable[[], None] = lambda: None) -> BatonError | None:
         """Route frames until the process has ended; returns why, or None after an orderly end.
 
-        `on_over` is called once its frames have ended: the process may take its time to follow.
+        `on_over` is called at the end of the frames: the process may end later.
         """
         try:
             while (payload := await read_frame(self._reader)) is not None:
@@ -139,7 +139,7 @@ class EngineHandle:
                 future.set_exception(lost)
 
     async def ledger(self) -> str:
-        """The engine's ledger as JSON. Raises NodeLost if the engine ends before it answers."""
+        """The engine's ledger as JSON. Raises NodeLost if the engine ends before it is received."""
         if self._lost:
             raise self._lost
         self._num_queries += 1
@@ -155,7 +155,7 @@ class EngineHandle:
     # -- end -----------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Take nothing new; the process ends by itself when it holds nothing any more."""
+        """Accept no new requests; the process ends by itself once it has none left."""
         self.send(engine_pb2.EngineInput(drain=True))
 
     def shut_down(self) -> None:
@@ -175,25 +175,25 @@ async def start_engine(
     """
     try:
         process, ours = await _spawn(command)
-    except OSError as error:  # no descriptor, process or memory is left: later there may be
+    except OSError as error:  # out of descriptors, processes or memory, perhaps temporarily
         raise StartupFailed(f"the engine process cannot be started: {error}") from error
     reader, writer = await asyncio.open_connection(sock=ours)
     first = engine_pb2.EngineInput(configure=command.configuration)
     writer.write(encode_payload(first.SerializeToString()))
     try:
         ready = await _wait_ready(reader, process, report)
-    except BaseException:  # a cancel too: nobody else would end the process
+    except BaseException:  # also if cancelled: nothing else would end the process
         writer.close()
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        with contextlib.suppress(TimeoutError):  # in the kernel, perhaps for ever
+        with contextlib.suppress(TimeoutError):  # it may be blocked in the kernel
             await asyncio.wait_for(process.wait(), KILLED_S)
         raise
     return EngineHandle(process, reader, writer, ready, command.heartbeat_s, clock)
 
 
 async def _spawn(command: EngineCommand) -> tuple[asyncio.subprocess.Process, socket.socket]:
-    """The process, and our end of its socket. Raises OSError."""
+    """The process, and this process's end of its socket. Raises OSError."""
     ours, theirs = socket.socketpair()
     argv = [sys.executable, "-m", command.module, str(theirs.fileno())]
     with contextlib.ExitStack() as unless_it_runs, theirs:
@@ -247,10 +247,10 @@ class Backoff:
 
 
 class EngineSlot:
-    """Holds the engine of the moment.
+    """Holds the current engine.
 
-    `on_change` is called whenever it comes or goes; `presence` is entered while it lives: what
-    others know of it.
+    `on_change` is called whenever it starts or ends; `presence` is entered while it runs: its
+    entries in the directory and the prefix index.
     """
 
     def __init__(
@@ -307,7 +307,7 @@ class EngineSlot:
         self._on_change()
 
     async def _live(self) -> float:
-        """Run the engine of the moment to its end, if there is one; returns how long it lived."""
+        """Run the current engine, if any, to its end; returns how long it lived."""
         if self.engine is None:
             return 0.0
         started_s = self._clock.monotonic_s()
@@ -319,10 +319,10 @@ class EngineSlot:
         return self._clock.monotonic_s() - started_s
 
     async def _run_engine(self, engine: EngineHandle) -> BatonError | None:
-        """Why it ended; a process that went silent is ended.
+        """Run the engine; returns why it ended. An engine without heartbeats is killed.
 
-        Where this process itself stood still, what the engine sent is still unread: that is one
-        look at it, however long it took.
+        If this process itself was suspended, the engine's heartbeats are still unread: that counts
+        as one poll, however long it took.
         """
         running = asyncio.create_task(engine.run(self._on_change))
         look_s, num_silent = HUNG_S / _SILENT_LOOKS, 0
@@ -334,16 +334,16 @@ class EngineSlot:
         return running.result()
 
     def drain(self, running: asyncio.Task[None]) -> None:
-        """Take nothing new; the engine ends when it holds nothing, and is not replaced: so does
-        `running`, the task of `run`."""
+        """Accept no new requests; the engine ends once it has none, and is not replaced. Then
+        `running`, the task of `run`, ends too."""
         self._is_stopping = True
         if self.engine is None:
-            running.cancel()  # between two lives: nothing to end but the waiting, or a start
+            running.cancel()  # between two engines: it waits or starts one
         else:
             self.engine.drain()
 
     async def stop(self, running: asyncio.Task[None], grace_s: float) -> None:
-        """End the engine and the task of `run`: in order, then by force."""
+        """End the engine and the task of `run`: by a shutdown, then by force."""
         self.drain(running)
         for order, wait_s in ((EngineHandle.shut_down, grace_s), (EngineHandle.kill, KILLED_S)):
             if self.engine is not None and not running.done():

@@ -1,9 +1,9 @@
-"""Which engine runs on which devices: one configuration per engine.
+"""The assignment of devices to engines: one configuration per engine.
 
     --gpus 0,1,2,3 --tp 2     engine 0 on GPUs 0 and 1, engine 1 on GPUs 2 and 3
 
-Every process sees all GPUs and gets which one is its own: an engine that pulls must be able to
-name the GPU that it pulls from.
+Every process sees all GPUs and is given the index of its own: a pulling engine must be able to
+address the GPU that it pulls from.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def engine_configs(engine: EngineConfig, node: NodeConfig) -> list[EngineConfig]
 
 
 def _one_of(engines: list[EngineConfig]) -> list[EngineConfig]:
-    """Raises StartupFailed: of engines on several hosts a node has one."""
+    """Raises StartupFailed if an engine on several hosts is not its node's only one."""
     if len(engines) > 1 and engines[0].nnodes > 1:
         raise StartupFailed(
             f"--nnodes with {len(engines)} engines on this host",
@@ -56,11 +56,11 @@ def _one_of(engines: list[EngineConfig]) -> list[EngineConfig]:
 
 
 def engine_environment(engine: EngineConfig) -> dict[str, str]:
-    """What an engine process needs around it."""
+    """The environment variables of an engine process."""
     return {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": str(engine.num_threads or 1)}
 
 
 def engine_tls(tls: ClusterTls) -> EngineTls:
-    """Who may do what, by certificate, and this process's own."""
+    """The names that each role's certificate must have, and this process's own certificate."""
     names = map(role_name, (GATEWAY, Role.PREFILL.value, Role.DECODE.value))
     return EngineTls(str(tls.ca), str(tls.chain), str(tls.key), *names)

@@ -1,9 +1,9 @@
-"""A host of --nnodes other than the first: its ranks, who are the engine's and decide nothing.
+"""A host of --nnodes other than the first: runs ranks of the engine, which only follow rank 0.
 
     dial rank 0 for each rank ─► a process each, on its connection ─► one ends ─► end all, again
 
-No gateway and no Redis knows of it: the first host's node is that of the whole engine. What rank 0
-refuses ends it; a rank 0 that is not there yet, or not any more, is waited for.
+It is in no directory and unknown to gateways: the first host's node represents the whole engine. A
+refusal by rank 0 ends this process; while rank 0 is unreachable, it retries.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from .placement import engine_configs, engine_environment, engine_tls
 
 _MODULE = "baton.node.engine_process.rank_process"
 _AGAIN_S = 0.5
-_HANG_UPS = 4  # within the handshake, one after the other: it is no restart of rank 0
-_LOOK_S = 0.25  # how often it is looked whether rank 0 is gone
+_HANG_UPS = 4  # in a row within the handshake: more than a restart of rank 0
+_LOOK_S = 0.25  # interval at which the connections to rank 0 are polled for their end
 
 
 async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: ClusterConfig) -> int:
@@ -74,7 +74,8 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
 
 
 async def _own_address(config: EngineConfig, node: NodeConfig) -> str:
-    """Where other hosts dial this one: --host, or else what this host is to the first one."""
+    """The address at which other hosts dial this one: --host, or else the local address of the
+    route to the first host."""
     if node.host not in (NodeConfig().host, "0.0.0.0", "::"):
         return node.host
 
@@ -92,7 +93,7 @@ async def _own_address(config: EngineConfig, node: NodeConfig) -> str:
 
 @dataclass(eq=False)
 class RankHost:
-    """This host's ranks, as often as rank 0 takes them."""
+    """This host's ranks, which join the engine again after each end."""
 
     _config: EngineConfig
     _requests: Sequence[JoinRequest]
@@ -128,13 +129,13 @@ class RankHost:
             await asyncio.sleep(_AGAIN_S)
 
     def _say(self, line: str) -> None:
-        """To people, once."""
+        """Print a line for people, unless it equals the last one."""
         if line != self._said:
             self._said = line
             print_line(line)
 
     async def _dial(self, request: JoinRequest, opened: contextlib.ExitStack) -> socket.socket:
-        """A connection as a rank uses it. Raises as `dial_head`."""
+        """A blocking connection, without TLS, for a rank. Raises as `dial_head`."""
         secure = None if self._tls is None else self._tls.puller_wrap()
         connection = await asyncio.to_thread(dial_head, self._config, self._key, request, secure)
         if isinstance(connection, ssl.SSLSocket):
@@ -143,7 +144,7 @@ class RankHost:
         return opened.enter_context(connection)
 
     async def _live(self, connections: Sequence[socket.socket]) -> None:
-        """Start the ranks; end them all once one has ended, or this is cancelled."""
+        """Start the ranks; kill them all once one has ended, or when cancelled."""
         processes: list[asyncio.subprocess.Process] = []
         try:
             with _store(len(connections)) as store:
@@ -152,7 +153,7 @@ class RankHost:
             numbers = ", ".join(str(request.rank) for request in self._requests)
             self._say(f"joined: ranks {numbers} of the engine at {self._config.master}")
             ends = [asyncio.ensure_future(process.wait()) for process in processes]
-            # Rank 0 may also have given up a process that stands still.
+            # Rank 0 may also have given up on a process that hangs.
             while not (any(end.done() for end in ends) or any(map(_is_over, connections))):
                 await asyncio.wait(ends, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -164,7 +165,7 @@ class RankHost:
     async def _start(
         self, connection: socket.socket, request: JoinRequest, store: socket.socket | None
     ) -> asyncio.subprocess.Process:
-        """`store`: where the ranks of this host find each other; the first one listens there."""
+        """`store`: the socket at which ranks of this host rendezvous; the first one listens."""
         config, index = self._config, self._requests.index(request)
         store_port = 0 if store is None else store.getsockname()[1]
         store_fd = store.fileno() if store is not None and index == 0 else None
@@ -183,15 +184,15 @@ class RankHost:
 
 
 def _is_over(connection: socket.socket) -> bool:
-    """Whether rank 0 is gone from its end; what it has sent is the rank's to read."""
+    """Whether rank 0 has closed its end; data that it has sent is left to the rank."""
     poll = select.poll()
-    poll.register(connection, select.POLLRDHUP)  # and errors, which always come
+    poll.register(connection, select.POLLRDHUP)  # and errors, which poll always reports
     return bool(poll.poll(0))
 
 
 @contextlib.contextmanager
 def _store(num_ranks: int) -> Iterator[socket.socket | None]:
-    """A socket of the loopback that listens, where ranks have to find each other."""
+    """A listening loopback socket for the rendezvous of several ranks; None for one rank."""
     if num_ranks == 1:
         yield None
         return

@@ -1,8 +1,8 @@
 """The node's gRPC server: calls about the node as a whole, each of which begins with a handshake,
-and its health as gRPC's health service has it: ready if every engine progresses.
+and gRPC's health service: serving if every engine progresses.
 
-Whoever proves the cluster's key, and with TLS its role, may call; few callers that have proven
-nothing yet are served at once. Gateways and peers reach engines without it.
+Callers must prove that they hold the cluster's key and, with TLS, their role; the number of
+unauthenticated callers is limited. Gateways and peers connect to engines without this server.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ...proto.v1 import node_pb2, node_pb2_grpc
 from .engine_handle import EngineHandle
 
 LEDGER_TIMEOUT_S = 10.0
-MAX_PENDING = 64  # callers that have proven nothing yet
+MAX_PENDING = 64  # unauthenticated callers
 _PULLER = Role.DECODE.value
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -39,7 +39,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(slots=True)
 class Callers:
-    """One for a node's server. `addresses`: what others dial to reach it."""
+    """Authenticates the callers of a node's server. `addresses`: those at which it is dialled."""
 
     secret: ClusterSecret
     addresses: Collection[str]
@@ -55,12 +55,12 @@ class Callers:
         purpose: bytes,
         *roles: str,
     ) -> AsyncIterator[None]:
-        """The body runs once the caller is accepted. `roles`: one of them is the certificate's
-        where there are any.
+        """The body runs once the caller is accepted. `roles`: with TLS, the certificate must be
+        that of one of them.
 
-        A BatonError ends the call with its status and, in the trailers, the code that survives. It
-        does so behind a message of the caller's: grpc.aio's client loses the status of a call that
-        ends while it writes.
+        A BatonError ends the call with its gRPC status and, in the trailers, its `code`. It does so
+        after a message of the caller: grpc.aio's client loses the status of a call that ends while
+        it writes.
         """
         try:
             await self._shake_hands(context, requests, response, purpose, roles)
@@ -105,7 +105,7 @@ class Callers:
 
 
 class Engines(Protocol):
-    """The engines of this node that are alive now, also as the directory is to have them."""
+    """The engines of this node that are alive now, and their entries for the directory."""
 
     def engines(self) -> Sequence[EngineHandle]: ...
 
@@ -113,7 +113,7 @@ class Engines(Protocol):
 
 
 class NodeServicer(node_pb2_grpc.NodeServicer):
-    """One for a node's server."""
+    """The node's service."""
 
     def __init__(self, node: Engines, callers: Callers) -> None:
         self._node = node
@@ -136,7 +136,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 
 
 async def _ledger(engine: EngineHandle) -> str:
-    """One that does not answer is listed as such: a ledger that is missing would look like none."""
+    """The engine's ledger. If none is received, an error is listed in its place: the engine must
+    not look absent."""
     try:
         async with asyncio.timeout(LEDGER_TIMEOUT_S):
             return await engine.ledger()
@@ -149,7 +150,7 @@ _MAX_METADATA_BYTES = 16 << 10
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 400),
     ("grpc.keepalive_timeout_ms", 1000),
-    ("grpc.http2.ping_timeout_ms", 1000),  # without it a stopped peer costs 60 s
+    ("grpc.http2.ping_timeout_ms", 1000),  # else a stopped peer is detected after 60 s
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.so_reuseport", 0),  # or a second node would share the port without an error
@@ -157,7 +158,7 @@ _OPTIONS = (
     ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
     ("grpc.server_handshake_timeout_ms", 10000),
-    # Clients may ping every second or two, and late pings come at once; a flood ends a connection.
+    # Clients may ping every 1 to 2 s, and late pings arrive together; a flood ends a connection.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 20),
 )
@@ -171,17 +172,17 @@ def make_server(host: str, port: int, tls: ClusterTls | None = None) -> tuple[gr
 
 
 class NodeHealth:
-    """Keeps `servicer` up to date with `is_ready`: a death is reported at once, silence is found by
-    looking."""
+    """Keeps `servicer` up to date with `is_ready`: the end of an engine is reported at once by
+    `changed`, missing heartbeats are found by polling."""
 
     def __init__(self, is_ready: Callable[[], bool], look_s: float) -> None:
         self.servicer = health_aio.HealthServicer()
-        self.changed = asyncio.Event()  # look now
+        self.changed = asyncio.Event()  # poll now
         self._is_ready = is_ready
         self._look_s = look_s
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Poll and report until cancelled."""
         reported: bool | None = None
         while True:
             is_ready = self._is_ready()

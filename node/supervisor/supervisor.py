@@ -1,9 +1,9 @@
-"""A node: its gRPC server, its engines, their entries in the directory, its orderly end.
+"""A node: its gRPC server, its engines, their entries in the directory, and its shutdown.
 
     listen ─► start engines ─► announce ─► "ready: ..." ─► serve until a signal ─► drain ─► stop
 
-`run` is what launch_prefill and launch_decode call. Never imports torch: the model lives in the
-engine processes.
+`run` is called by launch_prefill and launch_decode. Never imports torch: the model is in the engine
+processes.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from .placement import engine_configs, engine_environment, engine_tls
 from .rpc import Callers, NodeHealth, NodeServicer, make_server
 
 ENTRY_TTL_S = 6.0
-DRAIN_S = 20.0  # what runs may take so long after SIGTERM
-GRACE_S = 2.0  # an engine that is to end may take so long
-_LOOK_S = 0.25  # how often it is looked whether Redis is away
+DRAIN_S = 20.0  # how long running requests may take after SIGTERM
+GRACE_S = 2.0  # how long an engine may take to shut down
+_LOOK_S = 0.25  # interval at which Redis is checked to be reachable
 
 
 async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: ClusterConfig) -> int:
     """Serve until SIGTERM (drains first) or SIGINT (does not); returns the exit code.
 
-    Raises StartupFailed if the node cannot start, after everything of it has ended.
+    Raises StartupFailed if the node cannot start, after all its parts have ended.
     """
     signals = StopSignals(
         sigint_hurries=True
-    )  # first: asyncio's own Ctrl-C would cancel a server that is starting
+    )  # first: asyncio's own Ctrl-C handler would cancel a starting server
     set_up_logging(f"{node.name or role.value} supervisor", as_json=node.log_json)
     descriptors.raise_limit()
     resolve_model_dir(engine.model)  # a wrong path is reported before an engine process is started
@@ -85,7 +85,7 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
 
 
 def _listen(node: NodeConfig, tls: ClusterTls | None) -> tuple[grpc.aio.Server, int]:
-    """A server at --port, or at a free one where that is taken: the directory has which it is."""
+    """A server at --port, or at a free port if it is taken: the directory contains the port."""
     try:
         return make_server(node.host, node.port, tls)
     except StartupFailed as error:
@@ -97,7 +97,7 @@ def _listen(node: NodeConfig, tls: ClusterTls | None) -> tuple[grpc.aio.Server, 
 
 
 class Supervisor:
-    """One node. It holds no request: it relays, watches and restarts."""
+    """One node. It processes no requests: it relays messages, and watches and restarts engines."""
 
     def __init__(
         self,
@@ -117,24 +117,24 @@ class Supervisor:
         self._index = index
         self._addresses = addresses_of(node)
         self._address = self._addresses[0]
-        self._members = engine_pb2.Members()  # as sent to all engines last
+        self._members = engine_pb2.Members()  # as last sent to all engines
         self._is_draining = False
         self._health = NodeHealth(self._is_ready, node.heartbeat_s)
         configs = engine_configs(engine, node)
         self._devices: dict[str, str] = {}  # by the engine's name
-        self._configs: dict[str, NodeConfig] = {}  # by the same
+        self._configs: dict[str, NodeConfig] = {}  # by the engine's name
         self._slots = [
             self._make_slot(config, None if len(configs) == 1 else index)
             for index, config in enumerate(configs)
         ]
 
     def engines(self) -> Sequence[EngineHandle]:
-        """Those that are alive now."""
+        """The engines that are alive now."""
         engines = [slot.engine for slot in self._slots]
         return [engine for engine in engines if engine is not None and not engine.is_over]
 
     def members(self) -> Sequence[Member]:
-        """What the directory is to have of this node: none any more while it drains."""
+        """The entries of this node for the directory: none while it drains."""
         return [] if self._is_draining else [self._member(each) for each in self.engines()]
 
     def _is_ready(self) -> bool:
@@ -168,7 +168,7 @@ class Supervisor:
         )
 
     async def _pass_members_on(self) -> None:
-        """Engines know whom the directory lists: whom to dial, and who may dial them."""
+        """Send engines the directory's list: which engines to dial, and which may dial them."""
         watch = self._directory.watch()
         coming = asyncio.ensure_future(anext(watch))
         listed: tuple[Member, ...] = ()
@@ -191,7 +191,7 @@ class Supervisor:
                 engine.send(engine_pb2.EngineInput(members=members))
 
     async def serve(self, server: grpc.aio.Server, signals: StopSignals) -> None:
-        """Run the node until it is to stop. Raises StartupFailed, and what broke a slot."""
+        """Run the node until a stop signal. Raises StartupFailed, and what a slot's task raised."""
         callers = Callers(self._secret, self._addresses, has_tls=self._tls is not None)
         _add_services(server, self, callers, self._health)
         await server.start()
@@ -218,7 +218,7 @@ class Supervisor:
             await server.stop(None)
 
     async def _start_engines(self, stopping: asyncio.Task[bool]) -> bool:
-        """All at once; False if the node is to stop meanwhile. Raises StartupFailed."""
+        """Start all at once; False if a stop signal arrives first. Raises StartupFailed."""
         starting = [asyncio.create_task(slot.start()) for slot in self._slots]
         all_started = asyncio.gather(*starting)
         try:
@@ -232,7 +232,7 @@ class Supervisor:
             await asyncio.gather(*starting, all_started, return_exceptions=True)
 
     async def _drain(self, hurry: asyncio.Event, running: list[asyncio.Task[None]]) -> None:
-        """Take nothing new and let what runs finish, until time or somebody's patience is over."""
+        """Accept no new requests and let running ones finish, for DRAIN_S or until `hurry`."""
         self._is_draining = True
         self._health.changed.set()
         if hurry.is_set():
@@ -249,7 +249,7 @@ class Supervisor:
         leaving.cancel()
 
     async def _stop_engines(self, running: list[asyncio.Task[None]]) -> None:
-        """End what is left; raises what a slot's task raised."""
+        """End the remaining engines; raises what a slot's task raised."""
         if not running:  # the node did not start, but some of its engines may have
             for engine in self.engines():
                 engine.kill()
@@ -262,7 +262,7 @@ class Supervisor:
 
     @asynccontextmanager
     async def _presence(self, engine: EngineHandle) -> AsyncIterator[None]:
-        """While it lives, an engine is in the directory, its cache in the prefix index."""
+        """While it is alive, an engine is in the directory, and its cache in the prefix index."""
         publisher = Publisher(engine.cache_journal, self._index, SystemClock())
         publishing = asyncio.create_task(keep_running("the prefix index", publisher.run))
         engine.send(engine_pb2.EngineInput(members=self._members))
@@ -309,7 +309,7 @@ async def _first_done(*waits: asyncio.Future[Any], timeout_s: float | None = Non
 
 
 def _node_of_engine(node: NodeConfig, name: str, index: int) -> NodeConfig:
-    """Of several engines each has a port of its own."""
+    """The node's configuration for its engine `index`: several engines have a port each."""
     node = dataclasses.replace(node, name=name)
     if index and node.engine_port:
         node = dataclasses.replace(node, engine_port=node.engine_port + index)
