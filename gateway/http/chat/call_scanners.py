@@ -67,7 +67,7 @@ class CallScanner(Scanner):
         self._has_arguments = False
         self._found_name: str | None = None
         self._is_closed = False  # whether the value that is being read is complete
-        self._is_cut = False  # whether a character after the object ended it, for want of a brace
+        self._is_cut = False  # whether it ended without its brace, at the next character
 
     def feed(self, text: str) -> str:
         for place, char in enumerate(text):

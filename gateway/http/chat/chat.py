@@ -43,7 +43,7 @@ FIELDS: Mapping[str, FieldKind] = {
 
 @ROUTES.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Answer a chat."""
+    """Generate the answer in a chat."""
     found = await read_body(request, FIELDS, REQUIRED)
     _check(found)
     return await Chat(request, found, await prepare(request, found)).run()

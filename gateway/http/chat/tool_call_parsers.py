@@ -63,7 +63,7 @@ class ToolCallParser(ABC):
 
     @property
     def _needs_text(self) -> bool:
-        """Whether white space alone decides nothing, whatever came before it."""
+        """Whether white space is held back until other text follows."""
         return self._scanner is None and not self._has_content
 
     def feed(self, text: str) -> list[Delta]:
