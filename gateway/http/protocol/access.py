@@ -137,7 +137,7 @@ def _scope(request: web.Request) -> str | None:
 
 
 def scope_of(path: str, *, exists: bool) -> str | None:
-    """The scope that a path needs; None: none, as for open paths and paths that do not exist."""
+    """The scope that a path needs; None: no scope, since it is open to all or does not exist."""
     if path in _OPEN:
         return None
     name = path.lstrip("/")

@@ -26,7 +26,8 @@ MAX_BODY_BYTES = 4 << 20  # gRPC's cap
 MAX_BODIES_BYTES = 512 << 20  # of all unparsed bodies; a small body is accepted in any case
 MAX_BODY_S = 30.0
 _SMALL_BYTES = 64 << 10
-_LARGE_BYTES = 256 << 10  # parsed on a thread, one at a time: two would halve the loop's turns
+# Larger bodies are parsed on a thread, one at a time: two would halve the event loop's turns.
+_LARGE_BYTES = 256 << 10
 
 _T = TypeVar("_T")
 

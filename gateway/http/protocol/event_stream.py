@@ -63,7 +63,7 @@ class EventStream:
         self._waiting: list[str] = []  # events, until this turn of the loop ends
 
     async def send(self, events: str) -> None:
-        """Write whole events, and wait until the client has taken most of the buffered bytes."""
+        """Write whole events at once, and wait until the client has taken most buffered bytes."""
         if self._response is None:
             self._response = await self._begin()
         await self._response.write(events.encode())
