@@ -34,7 +34,7 @@ _NAMES = {
 
 @ROUTES.post("/v1/messages")
 async def messages(request: web.Request) -> web.StreamResponse:
-    """Answer a conversation."""
+    """Generate the next turn of a conversation."""
     found = await read_body(request, FIELDS, REQUIRED, NOT_SUPPORTED)
     fields = _chat_fields(request.app, found)
     with renaming(_NAMES):

@@ -48,7 +48,7 @@ _ID_IN_PATH = {"previous_response_id": "response_id"}
 
 @ROUTES.post("/v1/responses")
 async def responses(request: web.Request) -> web.StreamResponse:
-    """Answer a conversation, and keep it for the next turn."""
+    """Generate the next turn of a conversation, and store it for the turn after."""
     body = await read_object(request)
     found = read_fields(body, FIELDS, NOT_SUPPORTED, REQUIRED)
     earlier: Sequence[Message] = ()
