@@ -43,7 +43,7 @@ async def show_login(request: web.Request) -> web.Response:
 
 @ROUTES.post(LOGIN_PATH)
 async def log_in(request: web.Request) -> web.Response:
-    """Sets the cookie and redirects to the dashboard; for a wrong key, 401 and the form again."""
+    """Set the cookie and redirect to the dashboard; a wrong key: 401 or 403, and the form again."""
     access = request.app[ACCESS]
     if request.content_type != "application/x-www-form-urlencoded":
         raise Refusal(415, "unsupported_media_type", "log in by the form")
