@@ -69,9 +69,9 @@ def build_app(parts: AppState, access: Access) -> web.Application:
 
 
 class HttpServer:
-    """A listening HTTP front. `start` binds; `port` and `own_port` are known after it.
+    """The server of the HTTP front. `start` binds; `port` and `own_port` are known after it.
 
-    `shares_port`: with other gateways; `own_port`: a second port, which is never shared.
+    `shares_port`: `port` is shared with other gateways; `own_port`: a second port, never shared.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class HttpServer:
         self._runner = web.AppRunner(
             app,
             shutdown_timeout=_LAST_WRITE_S,
-            handler_cancellation=True,  # a client that goes away frees its blocks
+            handler_cancellation=True,  # a client that disconnects frees its KV blocks
         )
         self._on_refused = app[APP_STATE].telemetry.exporter.connection_refused
         self._host = host
@@ -98,7 +98,7 @@ class HttpServer:
         self.own_port = own_port
 
     async def start(self) -> None:
-        """Raises StartupFailed where the port is taken or the host is not ours."""
+        """Listen. Raises StartupFailed if the port is taken or the host is not ours."""
         await self._runner.setup()
         assert self._runner.server is not None, "it was set up"
         connections = Connections(
@@ -135,7 +135,7 @@ class HttpServer:
         return int(server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Close; what is still open is cut off after a moment for its last write."""
+        """Close; open connections are cut off after a moment for their last write."""
         for server in self._servers:
             server.close()
         await self._runner.cleanup()

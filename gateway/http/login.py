@@ -1,6 +1,6 @@
-"""The login of the dashboard: an API key goes in by a form, a session cookie comes out.
+"""The login of the dashboard: a form takes an API key, and the response sets a session cookie.
 
-A key never stands in a URL, where logs, histories and Referer headers would keep it.
+A key is never part of a URL, since logs, histories and Referer headers would keep it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; "
     "frame-ancestors 'none'",
-    "Referrer-Policy": "same-origin",  # by no-referrer a form has `Origin: null`
+    "Referrer-Policy": "same-origin",  # no-referrer would give a form `Origin: null`
     "X-Content-Type-Options": "nosniff",
 }
 _PAGE = """<!doctype html>
@@ -43,7 +43,7 @@ async def show_login(request: web.Request) -> web.Response:
 
 @ROUTES.post(LOGIN_PATH)
 async def log_in(request: web.Request) -> web.Response:
-    """Sets the cookie and leads to the dashboard; 401 with the form again for a wrong key."""
+    """Set the cookie and redirect to the dashboard; a wrong key: 401 or 403, and the form again."""
     access = request.app[ACCESS]
     if request.content_type != "application/x-www-form-urlencoded":
         raise Refusal(415, "unsupported_media_type", "log in by the form")
@@ -61,7 +61,7 @@ async def log_in(request: web.Request) -> web.Response:
         max_age=SESSION_S,
         httponly=True,
         samesite="Strict",
-        # A proxy may have ended TLS; check_access knows that the origin is this host.
+        # A proxy may have terminated TLS; check_access has checked that the origin is this host.
         secure=request.secure or request.headers.get("Origin", "").startswith("https:"),
         path="/",
     )

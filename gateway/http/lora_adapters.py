@@ -1,4 +1,4 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them: an administrator's."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM, for administrators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNLOAD_FIELDS: Mapping[str, FieldKind] = {"lora_name": STRING}
 
 @ROUTES.post("/v1/load_lora_adapter")
 async def load(request: web.Request) -> web.Response:
-    """Serve a LoRA adapter: a folder of every engine's host, under a name."""
+    """Serve a LoRA adapter under a name, from a folder on every engine's host."""
     found = await read_body(request, LOAD_FIELDS, (*LOAD_FIELDS,), {})
     name = found["lora_name"]
     await request.app[APP_STATE].door.adapters.load(name, found["lora_path"])
@@ -27,7 +27,7 @@ async def load(request: web.Request) -> web.Response:
 
 @ROUTES.post("/v1/unload_lora_adapter")
 async def unload(request: web.Request) -> web.Response:
-    """Serve a LoRA adapter no more; requests that run end as they would."""
+    """Stop serving a LoRA adapter; running requests are completed."""
     name = (await read_body(request, UNLOAD_FIELDS, ("lora_name",), {}))["lora_name"]
     request.app[APP_STATE].door.adapters.unload(name)
     return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")

@@ -1,7 +1,7 @@
-"""GET /openapi.json: every route of ours, in OpenAPI 3.1.
+"""GET /openapi.json: all routes in OpenAPI 3.1.
 
-What is known of a route stands in OPERATIONS; requests' schemas are made from the tables that read
-them, answers' from their structs. Any other route is listed with its handler's docstring.
+OPERATIONS describes routes: schemas of requests are made from the tables with which they are read,
+schemas of answers from their structs. Other routes are listed with their handlers' docstrings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _ADAPTER_ERRORS = (400, 401, 403, 404, 503)
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`fields`, `required`: of the request's body; `answer` None: a line of text."""
+    """The description of a route. `fields`, `required`: of the request's body; `answer` None: a
+    line of text."""
 
     answer: type[Struct] | None
     fields: Mapping[str, FieldKind] | None = None
@@ -48,7 +49,7 @@ class Operation:
 
     @property
     def errors(self) -> Sequence[int]:
-        """`statuses`, or else those of a call or of what is only read."""
+        """`statuses`, or the defaults of routes with and without a body."""
         return self.statuses or (_READ_ERRORS if self.fields is None else _CALL_ERRORS)
 
 
@@ -149,7 +150,7 @@ def _operation(route: web.AbstractRoute, path: str, models: Sequence[str]) -> di
     if known.answer is not None:
         content = _json_content(_ref(known.answer))
     if known.event is not None:
-        events = [_ref(known.event), _ref(answers.Error)]  # one that fails ends with the error
+        events = [_ref(known.event), _ref(answers.Error)]  # a failed stream ends with an error
         content["text/event-stream"] = {"schema": {"anyOf": events}}
     body["responses"]["200"] = {"description": "OK", "content": content}
     if path in _NOT_READY:
@@ -163,7 +164,7 @@ def _operation(route: web.AbstractRoute, path: str, models: Sequence[str]) -> di
 
 
 def _components() -> dict[str, Any]:
-    """The schemas of all answers. What is never left out of one is required."""
+    """The schemas of all answers. Fields that are never omitted are required."""
     named = (vars(module) for module in (answers, message_blocks, response_items))
     found = {one for names in named for one in names.values() if isinstance(one, type(Struct))}
     structs = sorted(found - {Struct}, key=lambda one: one.__name__)

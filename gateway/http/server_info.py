@@ -1,4 +1,4 @@
-"""What is known of the server itself: is it alive and ready, its version, model, nodes, metrics."""
+"""The server's own state: liveness and readiness, version, models, nodes, load, metrics."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ROUTES = web.RouteTableDef()
 
 @ROUTES.get("/live")
 async def live(request: web.Request) -> web.Response:
-    """This process answers."""
+    """Liveness: this process responds."""
     return answer(Status("live"))
 
 
 @ROUTES.get("/ready")
 @ROUTES.get("/health")
 async def ready(request: web.Request) -> web.Response:
-    """503, and what is missing, until a linked pair of engines can serve."""
+    """Readiness: 503, with the reason, until a linked pair of engines can serve."""
     parts = request.app[APP_STATE]
     if parts.is_ready():
         return answer(Status("ready"))
@@ -60,7 +60,7 @@ async def model(request: web.Request) -> web.Response:
 
 
 def _model(parts: AppState, name: str) -> Model:
-    """Of the model itself, or of an adapter, whose parent that is."""
+    """The entry of the model, or of one of its adapters, whose parent is the model."""
     limits = parts.door.limits
     return Model(
         id=name,

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: text to token ids and back, as the served model reads it."""
+"""POST /tokenize and /detokenize: text to token ids and back, with the served model's tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .protocol.app_state import APP_STATE, CALLER
 
 ROUTES = web.RouteTableDef()
 
-_WRITTEN_AT_ONCE = 4096  # more ids are written on a thread, that other calls get their turns
+_WRITTEN_AT_ONCE = 4096  # more ids are written on a thread, so as not to delay other calls
 
 TOKENIZE_FIELDS: Mapping[str, FieldKind] = {
     "model": STRING,

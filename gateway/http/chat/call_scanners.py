@@ -1,10 +1,9 @@
-"""One tool call, read character by character, in each way in which families of models write one.
+"""Scanners that read one tool call by character, one for each syntax that model families use.
 
     CallScanner      {"name": "now", "arguments": {"zone": "UTC"}}
     TaggedScanner    now<sep>{"zone": "UTC"}
     XmlScanner       <function=now>\\n<parameter=zone>\\nUTC\\n</parameter>\\n</function>
-Calls in Python's syntax are pythonic_scanner.py's. Where a call begins is not theirs to know:
-tool_call_parsers.py.
+Calls in Python's syntax: pythonic_scanner.py. Where a call begins is found in tool_call_parsers.py.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ _MAX_HEADER_CHARS = 256
 
 
 class Scanner(ABC):
-    """`name`: once it is known; `is_broken`: it was no call, and `raw` is its text."""
+    """Reads one call. `name`: None until known; `is_broken`: it is no call, `raw` is its text."""
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.is_done = self.is_broken = False
-        self._arguments: list[str] = []  # not passed on yet
+        self._arguments: list[str] = []  # pieces of JSON, not passed on yet
 
     @abstractmethod
     def feed(self, text: str) -> str:
-        """Take text; returns what lies behind the call, or behind what breaks it."""
+        """Read text; returns the text after the call's end, or after the point where it broke."""
 
     @property
     @abstractmethod
     def raw(self) -> str:
-        """All of it so far, as long as the name is not known."""
+        """All text read so far; valid as long as the name is not known."""
 
     def take_arguments(self) -> str:
-        """What came of their JSON since the last time; nothing before the name."""
+        """The arguments' JSON read since the last call of this method; empty before the name."""
         if self.name is None:
             return ""
         taken = "".join(self._arguments)
@@ -51,9 +50,9 @@ class Scanner(ABC):
 class CallScanner(Scanner):
     """Reads `{"name": "...", "arguments": {...}}` character by character.
 
-    The arguments are passed on as they are written, once the name is known; with `needs_arguments`
-    once their key is, and an object without them is no call. What is no such object is found out at
-    the first character that cannot belong to one; values are not judged.
+    The arguments are passed on as they are written, once the name is known; with `needs_arguments`,
+    once their key is known too, and an object without them is no call. The scanner breaks at the
+    first character that cannot belong to such an object; values are not checked.
     """
 
     def __init__(self, needs_arguments: bool = False) -> None:
@@ -67,8 +66,8 @@ class CallScanner(Scanner):
         self._is_in_string = self._is_escaped = False
         self._has_arguments = False
         self._found_name: str | None = None
-        self._is_closed = False  # the value that is being read
-        self._is_cut = False  # a character that belongs to no object ended it
+        self._is_closed = False  # whether the value that is being read is complete
+        self._is_cut = False  # whether it ended without its brace, at the next character
 
     def feed(self, text: str) -> str:
         for place, char in enumerate(text):
@@ -100,7 +99,7 @@ class CallScanner(Scanner):
         elif char == ":" and self._expected == "colon":
             self._expected, self._is_closed = "value", False
         elif char == "}" and self._expected == "key" and not self._key:
-            self.is_done = True  # empty
+            self.is_done = True  # an empty object
         else:
             self.is_broken = True
 
@@ -125,7 +124,7 @@ class CallScanner(Scanner):
             self.is_done = char == "}"
         elif self._depth == 0 and char in _SPACE:
             return
-        elif self._is_closed and self._has_arguments:  # the object's brace was forgotten
+        elif self._is_closed and self._has_arguments:  # the object's brace is missing
             self._end_value()
             self.is_done = self._is_cut = True
         else:
@@ -157,14 +156,14 @@ class CallScanner(Scanner):
             self.name = self._found_name
 
     def _end(self) -> None:
-        """The object is over."""
+        """At the object's end: if it has no arguments, they are empty."""
         if self.name is not None and not self._has_arguments:
             self._arguments.append("{}")
 
 
 class TaggedScanner(Scanner):
-    """A name, `separator`, and the arguments' object as JSON. `name_in` finds the name (its group)
-    in what stands before the separator."""
+    """Reads a name, `separator`, and the arguments as a JSON object. `name_in` matches the text
+    before the separator; its group is the name."""
 
     def __init__(self, separator: str, name_in: re.Pattern[str]) -> None:
         super().__init__()
@@ -181,7 +180,7 @@ class TaggedScanner(Scanner):
     def feed(self, text: str) -> str:
         if self.name is not None:
             return self._read(text)
-        for place, char in enumerate(text):  # however it is cut, it breaks at the same place
+        for place, char in enumerate(text):  # breaks at the same place however the text is split
             self._header += char
             header = self._header.removesuffix(self._separator)
             if has_all := len(header) < len(self._header):
@@ -219,21 +218,21 @@ class TaggedScanner(Scanner):
 
 
 class XmlScanner(Scanner):
-    """Qwen3-Coder's. A value is text: what it stands for depends on the function's schema."""
+    """Reads Qwen3-Coder's calls. A value is text, whose type depends on the function's schema."""
 
     _FUNCTION = re.compile(r"<function=([^>\n]{1,64})>")
-    _PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})[>\n]")  # some forget the bracket
+    _PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})[>\n]")  # some models omit the bracket
     _MAY_BE_PARAMETER = re.compile(r"<parameter=[^>\n]{0,256}\Z")
     _VALUE_END = "</parameter>"
     _END = "</function>"
 
     def __init__(self, values: Mapping[str, ArgumentValues]) -> None:
-        """`values`: by function."""
+        """`values`: by the function's name."""
         super().__init__()
         self._values = values
-        self._space: list[str] = []  # in front of the function's tag
+        self._space: list[str] = []  # white space before the function's tag
         self._text = ""
-        self._searched = 0  # of `_text`, for the end of a value
+        self._searched = 0  # characters of `_text` in which a value's end does not begin
         self._key: str | None = None  # of the value that is being read
         self._num_parameters = 0
 
@@ -243,7 +242,7 @@ class XmlScanner(Scanner):
 
     def feed(self, text: str) -> str:
         if self.name is None:
-            for place, char in enumerate(text):  # as a TaggedScanner
+            for place, char in enumerate(text):  # as in TaggedScanner
                 if not self._text and char in _SPACE:
                     self._space.append(char)
                     continue
@@ -272,7 +271,7 @@ class XmlScanner(Scanner):
         return True
 
     def _read_tag(self) -> bool:
-        """Between values; False: more text is needed."""
+        """Read a tag between values; False: more text is needed."""
         self._text = tag = self._text.lstrip()
         if tag.startswith(self._END):
             self._arguments.append("}" if self._num_parameters else "{}")
@@ -284,7 +283,7 @@ class XmlScanner(Scanner):
         elif self._is_begun(tag):
             return False
         else:
-            _, found, behind = tag[1:].partition("<")  # what belongs to no tag is dropped
+            _, found, behind = tag[1:].partition("<")  # text outside tags is dropped
             self._text = found + behind
         return True
 
@@ -293,7 +292,7 @@ class XmlScanner(Scanner):
         return may_be_either or self._MAY_BE_PARAMETER.match(tag) is not None
 
     def _read_value(self) -> bool:
-        """Up to the value's end; False: more text is needed."""
+        """Read up to the value's end; False: more text is needed."""
         assert self._key is not None
         end = self._text.find(self._VALUE_END, self._searched)
         if end < 0:

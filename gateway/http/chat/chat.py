@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: messages become a prompt by the model's template, text a message."""
+"""POST /v1/chat/completions: messages become a prompt by the chat template, output a message."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ FIELDS: Mapping[str, FieldKind] = {
 
 @ROUTES.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Answer a chat."""
+    """Generate the answer in a chat."""
     found = await read_body(request, FIELDS, REQUIRED)
     _check(found)
     return await Chat(request, found, await prepare(request, found)).run()
 
 
 def _check(found: Mapping[str, Any]) -> None:
-    """What the wire can carry, and this endpoint cannot answer."""
+    """Refuse combinations of fields that are each valid."""
     if "top_logprobs" in found and not found.get("logprobs"):
         raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
     most = found.get("max_completion_tokens")
@@ -88,7 +88,7 @@ class Chat(GeneratedAnswer):
             add_special_tokens=False,
         )
         if prepared.tool_format or model.reasoning:
-            wire.skip_special_tokens = False  # what begins a call, or ends reasoning, may be one
+            wire.skip_special_tokens = False  # the tags of calls and reasoning may be special
         self.prompts = [wire]
         self.special_at = prepared.prompt.special_at
         self._found = found
@@ -103,7 +103,7 @@ class Chat(GeneratedAnswer):
         return [self.new_sample(index) for index in range(self.num_samples)]
 
     def new_sample(self, index: int) -> ChatSample:
-        """Its text is read as the served model writes it."""
+        """A sample whose text is parsed in the served model's formats of reasoning and calls."""
         prepared, model = self._prepared, self.app[CHAT_MODEL]
         tags, calls = model.reasoning, prepared.tool_format
         return ChatSample(

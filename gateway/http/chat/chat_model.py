@@ -1,4 +1,4 @@
-"""What the served model knows of chats; a chat request as a prompt and a constraint."""
+"""The served model's chat formats; converts a chat request to a prompt and a constraint."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .tools import Tool, ToolChoice, call_grammar, chosen, shown_tools, strict_g
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
-    """What the served model knows of chats. `tool_format`, `reasoning` None: it has none.
+    """The served model's chat template and formats. `tool_format`, `reasoning` None: it has none.
 
-    `reasoning_grammar` None: its tags take several tokens each.
+    `reasoning_grammar` None: there are no reasoning tags, or they are not one token each.
     """
 
     template: ChatTemplate | None
@@ -38,7 +38,8 @@ class ChatModel:
 
     @classmethod
     def load(cls, model: ServedModel, tool_call_parser: str, reasoning_parser: str) -> ChatModel:
-        """The parsers: one of FORMATS, auto: by the template, or none."""
+        """`tool_call_parser`, `reasoning_parser`: a name in FORMATS, or auto: by the template;
+        `reasoning_parser` may be none."""
         template = ChatTemplate.load(model.model_dir)
         text = "" if template is None else template.text
         tool_format = FORMATS.get(tool_call_parser) or format_of_template(text)
@@ -58,10 +59,10 @@ CHAT_MODEL = web.AppKey("chat_model", ChatModel)
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A chat as a prompt; `opening` is its end, whose text belongs to the answer.
+    """A chat as a prompt; `opening`: the end of the prompt, whose text belongs to the answer.
 
-    `grammar` (Lark's) is of what follows them, behind the reasoning; None: it is free. `start`:
-    where in its reasoning the answer begins.
+    `grammar` (Lark) constrains the output after the prompt and the reasoning; None: unconstrained.
+    `start`: whether the answer begins before, inside or after its reasoning.
     """
 
     prompt: ChatPrompt
@@ -74,8 +75,8 @@ class Prepared:
 async def prepare(request: web.Request, found: Mapping[str, Any]) -> Prepared:
     """Messages, tools and the choice among them as a prompt. Raises InvalidRequest, RateLimited.
 
-    Where no grammar can be followed, a forced call of a strict tool cannot be had, one of another
-    is only begun.
+    Where no grammar can be used, a forced call of a strict tool is refused, and the prompt only
+    begins a forced call of another tool.
     """
     app, caller = request.app, request[CALLER]
     model, door = app[CHAT_MODEL], app[APP_STATE].door
@@ -128,8 +129,8 @@ def _token_id(app: web.Application) -> Callable[[str], int | None]:
 def _calls_grammar(
     app: web.Application, one: ToolFormat, tools: Sequence[Tool], choice: ToolChoice
 ) -> str | None:
-    """Of the call that is forced, behind its opening; else, where tools are strict, of an answer
-    with any number of calls. None: the output is free."""
+    """The grammar of a forced call after its opening; else, if a tool is strict, of an answer with
+    any number of calls. None: the output is unconstrained."""
     door, token_id = app[APP_STATE].door, _token_id(app)
     if not one.is_json or door.constraint_refusal is not None:
         return None
@@ -148,7 +149,7 @@ def _calls_grammar(
 def constraint_behind(
     found: Mapping[str, Any], prepared: Prepared, model: ChatModel, limits: ModelLimits
 ) -> tuple[SamplingFields, str]:
-    """What the whole output must look like, its reasoning included, and the client's field."""
+    """The constraint on the whole output, its reasoning included, and the client's field for it."""
     constraint, constrained_by = constraint_of(found, prepared.grammar)
     if constraint and prepared.tool_format and not prepared.grammar:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""One sample of a chat: its text as reasoning, content and calls, in a stream and whole."""
+"""One sample of a chat: splits its text into reasoning, content and calls, streamed or whole."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .tool_call_parsers import Content, Delta, ToolCallParser, ToolDelta
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of a sample's reasoning."""
+    """A piece of a sample's reasoning."""
 
     text: str
 
 
 class ChatSample(Sample):
-    """One sample. `parser` None: all text is content; `opening` is text that the prompt forced.
+    """One sample. `parser` None: all text is content; `opening`: the part of it in the prompt.
 
     `reasoning` None: the model does not reason.
     """
@@ -57,7 +57,7 @@ class ChatSample(Sample):
         self._opening = opening
         self._num_calls = 0
         self._reasoning = reasoning
-        self._is_reasoning = True  # as far as tokens were counted
+        self._is_reasoning = True  # whether the next token to count is reasoning
         self._num_read = 0
         self._tail = ""
         if reasoning is not None:
@@ -70,7 +70,7 @@ class ChatSample(Sample):
     # --- in a stream ------------------------------------------------------------------------------
 
     def events(self, chunk: OutputChunk) -> list[str]:
-        """The role comes first of all."""
+        """The chunk's deltas as JSON; the first delta of all has the role."""
         events = []
         if self._is_first:
             self._is_first = False
@@ -102,7 +102,7 @@ class ChatSample(Sample):
     # --- whole ------------------------------------------------------------------------------------
 
     def choice(self, chunk: OutputChunk) -> ChatChoice:
-        """The choice of a whole answer, of all its chunks as one."""
+        """The choice of a whole answer; `chunk`: all its chunks merged."""
         content = reasoning = ""
         calls: list[ToolCall] = []
         for delta in self.deltas(chunk):
@@ -129,7 +129,7 @@ class ChatSample(Sample):
     # --- both -------------------------------------------------------------------------------------
 
     def deltas(self, chunk: OutputChunk) -> Sequence[Delta | Reasoning]:
-        """What this chunk, the next one, brings."""
+        """The deltas of `chunk`, which is the next chunk."""
         opening, self._opening = self._opening, ""
         reasoning, text = self._told_apart(chunk)
         before = [Reasoning(reasoning)] if reasoning else []
@@ -143,13 +143,13 @@ class ChatSample(Sample):
         return [*before, *kept]
 
     def is_cut(self, result: RequestResult) -> bool:
-        """Whether there would have been more: it ended at its limit, or amid a call."""
+        """Whether the output is incomplete: it ended at its limit, or within a call."""
         open_call = None if self._parser is None else self._parser.open_call
         is_in_call = open_call is not None and open_call < self._max_calls
         return is_in_call or result.finish_reason is not FinishReason.STOP
 
     def _told_apart(self, chunk: OutputChunk) -> tuple[str, str]:
-        """Reasoning, and all other text."""
+        """The chunk's text as reasoning and other text."""
         parser = self._reasoning
         if parser is None or parser.is_over:
             return "", chunk.text
@@ -161,7 +161,7 @@ class ChatSample(Sample):
         return reasoning, text
 
     def _count_reasoning(self, parser: ReasoningParser, token_ids: Sequence[int]) -> None:
-        """Up to its end tag, which may be several tokens."""
+        """Count the tokens up to the end tag, which may be several tokens."""
         for token_id in token_ids:
             if not self._is_reasoning:
                 break
@@ -172,7 +172,7 @@ class ChatSample(Sample):
             self.num_reasoning_tokens = self._num_read
 
     def _add_tokens(self, choice: ChatDelta | ChatChoice, chunk: OutputChunk) -> None:
-        """What goes beside the text."""
+        """Add the tokens' log-probabilities and ids, if requested."""
         if self._has_logprobs and chunk.token_ids:
             choice.logprobs = chat_logprobs(chunk.token_ids, chunk.logprobs, self._token_of)
         if self._returns_ids and chunk.token_ids:
@@ -192,7 +192,7 @@ class ChatSample(Sample):
 def chat_logprobs(
     token_ids: Sequence[int], scores: Sequence[TokenLogprobs], token_of: TokenOf
 ) -> ChatLogprobs:
-    """/v1/chat/completions: one object a token."""
+    """The log-probabilities of /v1/chat/completions: one object per token."""
 
     def of(token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         token = token_of(token_id)

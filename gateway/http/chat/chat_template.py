@@ -1,10 +1,9 @@
-"""A model directory's chat template: messages and tools in, the prompt out.
+"""A model directory's chat template: renders messages and tools to a prompt.
 
-The prompt is a text and where it has special tokens: the template's own alone, whatever messages
-and tools contain.
-
-The template comes with the model, so it runs in jinja2's immutable sandbox, and what it may cost is
-bounded. It has what transformers gives templates: tojson, raise_exception, strftime_now.
+A prompt is a text and the spans of its special tokens: only those that the template itself writes,
+whatever messages and tools contain.
+The template comes with the model, so it runs in jinja2's immutable sandbox, with limits on its time
+and output. It has transformers' functions for templates: tojson, raise_exception, strftime_now.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _MAX_RENDER_S = 2.0
 _NUM_INLINE_MESSAGES = 32  # a longer chat is rendered on a thread
 _NUM_INLINE_CHARS = 1 << 16
 _MAX_VARIABLES_CHARS = 16 << 10
-_MAX_SHOWN = 16  # names in a message
+_MAX_SHOWN = 16  # names in an error message
 _GIVEN = frozenset({"messages", "tools", "add_generation_prompt", *NAMED_TOKENS})
 
 
@@ -77,7 +76,7 @@ class Ending(enum.Enum):
 
 
 def ending_of(found: Mapping[str, Any]) -> Ending:
-    """What a chat's fields, of ENDINGS and its messages, choose. Raises InvalidRequest."""
+    """The ending that a chat request's ENDINGS and messages choose. Raises InvalidRequest."""
     begins, continues = map(found.get, ENDINGS)
     if not continues:
         return Ending.MESSAGES if begins is False else Ending.BEGUN
@@ -94,7 +93,7 @@ def ending_of(found: Mapping[str, Any]) -> Ending:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """`special_at`: where `text` has special tokens."""
+    """A rendered prompt. `special_at`: the spans of the special tokens in `text`."""
 
     text: str
     special_at: Spans
@@ -102,7 +101,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """`text` is its source; `reads`: the variables that a request may set."""
+    """A compiled template. `text`: its source; `reads`: the variables that a request may set."""
 
     text: str
     reads: frozenset[str]
@@ -112,7 +111,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_dir: Path) -> ChatTemplate | None:
-        """None where there is none, or none that can be used: the log has the reason."""
+        """The model's template; None if there is none or it cannot be used, which is logged."""
         path = model_dir / "tokenizer_config.json"
         config = read_json(path) if path.is_file() else {}
         text = _source(model_dir, config)
@@ -150,7 +149,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
         ending: Ending = Ending.BEGUN,
     ) -> ChatPrompt:
-        """The prompt. `variables`: those of a request. Raises InvalidRequest."""
+        """Render the prompt. `variables`: set by the request. Raises InvalidRequest."""
         num_chars = sum(len(message["content"]) for message in messages)
         has_more = any(m.get("reasoning_content") or m.get("tool_calls") for m in messages)
         is_short = len(messages) <= _NUM_INLINE_MESSAGES and num_chars <= _NUM_INLINE_CHARS
@@ -159,7 +158,7 @@ class ChatTemplate:
         return await asyncio.to_thread(self._render, messages, tools, variables, ending)
 
     def opened(self, prompt: ChatPrompt, opening: str) -> ChatPrompt:
-        """The prompt with the answer's beginning behind it, in which special tokens are such."""
+        """The prompt followed by `opening`, the answer's beginning, with its special tokens."""
         text, special_at = self._marks.read(self._marks.mark_specials(opening))
         num_chars = len(prompt.text)
         moved = [(start + num_chars, end + num_chars) for start, end in special_at]
@@ -208,19 +207,19 @@ class ChatTemplate:
             raise _refused(f"refuses these messages: {reason}") from error
         except InvalidRequest:
             raise
-        except Exception as error:  # whatever a model's template does
+        except Exception as error:  # a model's template can raise anything
             log.info("the chat template failed: %s: %s", type(error).__name__, error)
             raise _refused("cannot take these messages") from error
         return "".join(pieces)
 
 
 def _up_to_end(rendered: str, content: str) -> str:
-    """Up to the end of this text, the last message's, which is marked; as in transformers: less the
-    white space at its end where the template trims it. Raises InvalidRequest."""
+    """The prompt up to the marked end of `content`, the last message's text. As in transformers,
+    without the white space at its end if the template trims it. Raises InvalidRequest."""
     text, found, behind = rendered.rpartition(_TEXT_END)
     if not found or content.strip() not in text:
         raise _refused("shows the last message otherwise: it cannot be continued")
-    text = re.sub(f"{_TEXT_END} ?", "", text)  # of a message that is shown twice
+    text = re.sub(f"{_TEXT_END} ?", "", text)  # a message may be shown twice
     return text if behind.startswith(" ") else text.rstrip()
 
 
@@ -229,7 +228,7 @@ def _refused(what: str) -> InvalidRequest:
 
 
 def _source(model_dir: Path, config: Mapping[str, Any]) -> str | None:
-    """A file of its own comes before tokenizer_config.json; of several, the one for tools."""
+    """chat_template.jinja, else tokenizer_config.json; of several templates, the one for tools."""
     path = model_dir / "chat_template.jinja"
     found: Any = config.get("chat_template")
     if path.is_file():
@@ -250,7 +249,7 @@ class _Refused(jinja2.TemplateError):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Multiplication is the one operator that makes much of little."""
+    """Bounds multiplication, the one operator whose result can be far larger than its operands."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -265,7 +264,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training; here it only passes them on."""
+    """`{% generation %}` marks the assistant's text for training; here its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
 
@@ -291,24 +290,24 @@ def _raise(message: str) -> NoReturn:
 ROLES = ("system", "user", "assistant", "tool")
 
 _FIRST, _LAST = 0xD800, 0xDFFE
-_TEXT_END = chr(_LAST + 1)  # behind the text of a message that is continued
+_TEXT_END = chr(_LAST + 1)  # marks the end of a continued message's text
 _MARKED = re.compile(f"[{chr(_FIRST)}-{_TEXT_END}]+")
 
 
 class TemplateMarks:
-    """Which special tokens of a rendered chat are the template's own, and which are user's text.
+    """Tells the template's own special tokens in a rendered chat from the same texts of users.
 
         template   <|im_start|>{{ role }}\\n{{ content }}<|im_end|>
         marked     ␟␟␟␟␟␟␟␟␟␟␟␟{{ role }}\\n{{ content }}␟␟␟␟␟␟␟␟␟␟     when the template is loaded
         rendered   ␟␟␟␟␟␟␟␟␟␟␟␟user\\nforged <|im_start|>␟␟␟␟␟␟␟␟␟␟
-        read       the same text with its own letters again, and where its special tokens are
-    Special tokens' texts in the template's strings are written in letters of their own, lone halves
-    of surrogate pairs, which no request can have. Each letter stands for one, so that lengths and
-    slices stay; and the same letters stand wherever the template names a token: with messages that
-    have no special token's text it does exactly what it would do unmarked.
+        read       the text in its original letters, and the spans of its special tokens
+    The letters of special tokens in the template's strings are replaced by marks: lone halves of
+    surrogate pairs, which no request can contain. One mark replaces one letter, so lengths and
+    slices are unchanged, and a token has the same marks everywhere in the template: with messages
+    without a special token's text, the template does exactly what it would do unmarked.
 
-    Some templates put a token together around a role (`'<|' + role + '|>'`): then the pieces are
-    marked, and a role of ours between them makes the token.
+    Some templates compose a token around a role (`'<|' + role + '|>'`): then the pieces are marked,
+    and one of ROLES between them makes the token.
     """
 
     def __init__(self, specials: Collection[str]) -> None:
@@ -328,15 +327,15 @@ class TemplateMarks:
         )
 
     def mark(self, text: str) -> str:
-        """All of the text in its own letters' marks."""
+        """The text with its letters replaced by marks."""
         return text.translate(self._marks)
 
     def mark_specials(self, text: str) -> str:
-        """Special tokens' texts marked, all else as it is."""
+        """The text with only its special tokens marked."""
         return self._special.sub(lambda match: self.mark(match[0]), text)
 
     def mark_template(self, template: nodes.Template) -> None:
-        """Mark the strings that a parsed template is made of, in place."""
+        """Mark the strings of a parsed template, in place."""
         for parent, node, field in list(_texts(template)):
             text = getattr(node, field)
             if isinstance(parent, nodes.Output | nodes.Add | nodes.Concat):
@@ -344,14 +343,14 @@ class TemplateMarks:
             setattr(node, field, self.mark_specials(text))
 
     def _mark_pieces(self, text: str) -> str:
-        """What begins or ends a token around a role, where the text is written out."""
+        """Mark a token's part before a role at the text's end, and after a role at its start."""
         framed = f"\0{text}\0"
         framed = self._before.sub(lambda match: self.mark(match[0]), framed)
         framed = self._after.sub(lambda match: self.mark(match[0]), framed)
         return framed.removeprefix("\0").removesuffix("\0")
 
     def read(self, rendered: str) -> tuple[str, Spans]:
-        """The text as people read it, and where its special tokens are."""
+        """The text in its original letters, and the spans of its special tokens."""
         spans = [match.span() for match in self._own.finditer(rendered)]
         pieces: list[str] = []
         last = 0
@@ -360,18 +359,18 @@ class TemplateMarks:
             last = end
         text = "".join((*pieces, rendered[last:]))
         try:
-            text.encode()  # far sooner done than a search for marks
-        except UnicodeEncodeError:  # a template took a token apart, or its pieces met no role
+            text.encode()  # much faster than a search for marks
+        except UnicodeEncodeError:  # a template split a token, or its pieces had no role between
             text = self.plain(text)
         return text, spans
 
     def plain(self, rendered: str) -> str:
-        """With its own letters again."""
+        """The text with its marks replaced by the original letters."""
         return _MARKED.sub(lambda match: match[0].translate(self._letters), rendered)
 
 
 def _around_roles(specials: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """Special tokens with a role inside: what is before it, the role, and what is behind."""
+    """For special tokens that contain a role: the text before it, the role, and the text after."""
     for special in specials:
         for role in ROLES:
             before, found, after = special.partition(role)
@@ -380,7 +379,7 @@ def _around_roles(specials: Collection[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def _texts(node: nodes.Node) -> Iterator[tuple[nodes.Node, nodes.Node, str]]:
-    """All strings below a node: the node that it is an operand of, its own, and the field there."""
+    """All strings below a node: the parent node, the string's own node, and its field there."""
     for child in node.iter_child_nodes():
         field = "data" if isinstance(child, nodes.TemplateData) else "value"
         is_leaf = isinstance(child, nodes.TemplateData | nodes.Const)

@@ -1,7 +1,7 @@
-"""The messages of a chat: checked, and as a chat template takes them.
+"""Checks the messages of a chat, and converts them to the form that chat templates take.
 
-Contents are texts; a list of text parts is one text, its parts on lines of their own. There is no
-picture, no sound, no file, and nothing is ever fetched.
+Contents are texts; a list of text parts becomes one text, with each part on its own line. Images,
+audio and files are not supported, and nothing is ever fetched.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Message = dict[str, Any]
 def named_items(
     value: Any, name: str, what: str = "messages", wanted: str = "a list of messages"
 ) -> list[tuple[Any, str]]:
-    """What a list has, each with its name: one at least, and not too many. Raises
-    InvalidRequest."""
+    """The items of a list, at least one and at most MAX_MESSAGES, each with its name in errors.
+    Raises InvalidRequest."""
     if not isinstance(value, list):
         raise invalid(name, wanted)
     if not value:
@@ -39,7 +39,7 @@ def _messages(value: Any, name: str) -> list[Message]:
 
 
 def read_message(value: Any, name: str) -> Message:
-    """One of OpenAI's, as templates take it; raises InvalidRequest."""
+    """A message in OpenAI's format as templates take it; raises InvalidRequest."""
     if not isinstance(value, dict):
         raise invalid(name, "an object")
     role = value.get("role")
@@ -65,7 +65,7 @@ def read_message(value: Any, name: str) -> Message:
 
 
 def read_text(value: Any, name: str, kinds: Sequence[str] = ("text",)) -> str:
-    """A text, or the texts of its parts, which are of these kinds; raises InvalidRequest."""
+    """A text, or the joined texts of parts of these kinds; raises InvalidRequest."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -105,13 +105,13 @@ def _call(value: Any, name: str) -> dict[str, Any]:
 
 
 def _arguments(value: Any, name: str) -> dict[str, Any]:
-    """Templates take them as an object; clients send its JSON."""
+    """A call's arguments as an object, as templates take them; clients send JSON text."""
     if value is None:
         return {}
     if isinstance(value, str):
         try:
             value = json.loads(value or "{}")
-            json.dumps(value, ensure_ascii=False).encode()  # no half of a surrogate pair in it
+            json.dumps(value, ensure_ascii=False).encode()  # fails for half of a surrogate pair
         except (ValueError, RecursionError):
             raise invalid(name, "JSON in a string") from None
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""One tool call in Python's syntax, now(zone="UTC"), as a Scanner reads it."""
+"""A Scanner of one tool call in Python's syntax: now(zone="UTC")."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .tools import NAME
 
 
 class PythonicScanner(Scanner):
-    """A call in Python's syntax, whose arguments are literals by name. Parsed, never evaluated."""
+    """Reads a call whose arguments are literals by keyword. Parsed, never evaluated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 
 
 def _literal(node: ast.expr) -> Any:
-    """Raises ValueError for what is no literal of JSON's kinds."""
+    """The value of a literal; raises ValueError for one that JSON has no type for."""
     match node:
         case ast.Constant(value=value) if isinstance(value, str | int | float | None):
             return value

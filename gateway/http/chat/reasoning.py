@@ -1,13 +1,13 @@
-"""How families of models mark their reasoning, and how it is told from the answer.
+"""The tags with which model families mark their reasoning, and how text is split at them.
 
     prompt ...assistant\\n<think>\\n      text  Let me see.\\n</think>\\n\\nIt is 4.      OPEN
     prompt ...assistant\\n                text  <think>\\nLet me see.\\n</think>\\n\\n4   UNDECIDED
     prompt ...<think>\\n\\n</think>\\n\\n   text  It is 4.                             CLOSED
-Where a prompt ends inside reasoning is seen from its end, which the template alone writes. Line
-breaks beside the tags belong to neither part.
+Whether a prompt ends inside reasoning is seen from its end, which only the template writes. Line
+breaks next to the tags belong to neither part.
 
-A grammar that begins behind the reasoning, and a budget of it, are grammars over tokens: this needs
-tags that are one token each.
+A grammar for the output after the reasoning, and a budget for the reasoning, are grammars over
+tokens: they need tags that are one token each.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ....core.request.json_fields import BOOLEAN, FieldKind, integer, invalid
 from .chat_template import ChatTemplate
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-_SWITCHES = ("enable_thinking", "thinking")  # the variables by which templates turn it on and off
+_SWITCHES = ("enable_thinking", "thinking")  # template variables that turn it on and off
 _EFFORT = "reasoning_effort"
 
 
 class Start(enum.Enum):
-    """Where an answer begins."""
+    """Where an answer begins relative to its reasoning."""
 
     OPEN = "inside its reasoning"
     UNDECIDED = "in front of it, if the model reasons at all"
@@ -36,14 +36,14 @@ class Start(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """One family's tags. `is_open`: it reasons even where neither prompt nor text begins to."""
+    """A model family's tags. `is_open`: it reasons even if neither prompt nor text has `begin`."""
 
     begin: str
     end: str
     is_open: bool = False
 
     def start(self, prompt: str, continued: str = "") -> Start:
-        """Where the answer to this prompt begins; `continued`: text of its own that ends it."""
+        """Where the answer begins; `continued`: text of the answer at the prompt's end."""
         written = prompt.rstrip()
         if written.endswith(self.begin):
             return Start.OPEN
@@ -67,40 +67,40 @@ FORMATS: Mapping[str, ReasoningFormat] = {
 
 
 def format_of_template(template: str) -> ReasoningFormat | None:
-    """The format whose tags a chat template has; None if it has none, or several families'."""
+    """The format whose tags a chat template has; None if it has tags of no or several families."""
     known = (THINK, _MISTRAL, _SEED)
     found = [one for one in known if one.begin in template and one.end in template]
     return found[0] if len(found) == 1 else None
 
 
 class ReasoningParser:
-    """Of one sample: its text comes in pieces and goes out as reasoning and as all else."""
+    """Splits the text of one sample, which comes in pieces, into reasoning and other text."""
 
     def __init__(self, tags: ReasoningFormat, start: Start) -> None:
         self._tags = tags
         self.end = tags.end
         self._start = start
-        self._has_begun = start is Start.CLOSED  # what the beginning of the text is, is known
+        self._has_begun = start is Start.CLOSED  # whether it is known how the text begins
         self._is_inside = start is Start.OPEN
-        self._is_plain = False  # it began with no tag, and needed one
-        self._is_blank = True  # nothing of the part that is being read was passed on
+        self._is_plain = False  # whether the text began without the tag that reasoning needs
+        self._is_blank = True  # whether no reasoning but line breaks was read so far
         self._skips_breaks = False
-        self._space: list[str] = []  # in front of all text, until it is known what begins there
-        self._num_breaks = 0  # of lines, in front of `_text`: passed on if reasoning follows
-        self._text = ""  # not judged yet
+        self._space: list[str] = []  # white space before the text, until `_has_begun`
+        self._num_breaks = 0  # line breaks before `_text`: passed on if reasoning follows
+        self._text = ""  # not assigned to a part yet
 
     @property
     def has_reasoned(self) -> bool:
-        """Whether there was any reasoning so far, if only its tag."""
+        """Whether there was any reasoning so far, even if only its tag."""
         return self._start is not Start.CLOSED and self._has_begun and not self._is_plain
 
     @property
     def is_over(self) -> bool:
-        """Whether all that follows is no reasoning, and goes out as it comes."""
+        """Whether no reasoning can follow, so that text is passed on as it is."""
         return self._has_begun and not self._is_inside and not self._skips_breaks
 
     def feed(self, text: str) -> tuple[str, str]:
-        """More text; returns the reasoning and the other text that are certain by now."""
+        """Read text; returns the reasoning and the other text that are certain so far."""
         if self.is_over:
             return "", text
         if not self._has_begun and not self._text:
@@ -114,14 +114,14 @@ class ReasoningParser:
         return reasoning, "" if self._is_inside else self._read_behind()
 
     def finish(self) -> tuple[str, str]:
-        """No more text comes: what is held was no tag."""
+        """At the text's end: returns what was held back, which was no tag."""
         text, self._text = "".join((*self._space, self._text)), ""
         if self._is_inside:
             return self._reasoning(text), ""
         return "", "" if self._skips_breaks else text
 
     def _begin(self) -> bool:
-        """Whether it is known by now if the text begins with a tag."""
+        """Whether it is decided by now if the text begins with the tag."""
         text, tag = self._text, self._tags.begin
         if len(text) < len(tag) and tag.startswith(text):
             return False
@@ -146,7 +146,7 @@ class ReasoningParser:
         return self._reasoning(reasoning[:num_certain])
 
     def _reasoning(self, text: str) -> str:
-        """More of it, without the line breaks at its end."""
+        """A piece of reasoning, without the line breaks at its end, which are held back."""
         shown = text.rstrip("\n")
         breaks = "\n" * self._num_breaks if shown else ""
         self._num_breaks += len(text) - len(shown) - len(breaks)
@@ -184,7 +184,7 @@ REASONING: Mapping[str, FieldKind] = {
 
 
 def followed(template: ChatTemplate, grammar: ReasoningGrammar | None) -> frozenset[str]:
-    """Which fields of REASONING have an effect with this template; `grammar`: for a budget."""
+    """The fields of REASONING that have an effect with this template; a budget needs `grammar`."""
     found = {_EFFORT} & template.reads
     if any(name in template.reads for name in _SWITCHES):
         found |= {"enable_thinking"}
@@ -194,7 +194,7 @@ def followed(template: ChatTemplate, grammar: ReasoningGrammar | None) -> frozen
 def template_variables(
     found: Mapping[str, Any], template: ChatTemplate, reasoning: ReasoningFormat | None
 ) -> dict[str, Any]:
-    """What the template is given beside messages and tools.
+    """The template's variables beside messages and tools.
 
     Raises InvalidRequest for a choice that neither the template nor the model can follow.
     """
@@ -221,21 +221,21 @@ def _unsupported(name: str, why: str) -> InvalidRequest:
     return InvalidRequest(f"{name} is not supported here: {why}", name, "unsupported_parameter")
 
 
-# --- grammars over it -----------------------------------------------------------------------------
+# --- grammars over reasoning ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningGrammar:
-    """Makes grammars of whole outputs. The ids are those of the tags and of EOS."""
+    """Makes grammars of whole outputs. The ids are the token ids of the tags and of EOS."""
 
     begin_id: int
     end_id: int
     eos_ids: Collection[int]
 
     def of(self, start: Start, body: str | None, budget: int | None = None) -> str:
-        """Lark: reasoning of at most `budget` tokens, then `body`, Lark's too; None: any text.
+        """In Lark: reasoning of at most `budget` tokens, then `body`, in Lark too; None: any text.
 
-        `start` is not CLOSED: then there is nothing to add to the body.
+        `start` must not be CLOSED: then the grammar would be `body` alone.
         """
         inside = self._but(self.end_id) + ("*" if budget is None else f"{{0,{budget}}}")
         if budget == 0:
@@ -246,7 +246,7 @@ class ReasoningGrammar:
         begun = f"<[{self.begin_id}]> {reasoned}"
         if start is Start.OPEN:
             rules = [f"start: {reasoned}"]
-        elif body is None:  # there may be white space in front, which is any tokens
+        elif body is None:  # white space, which can be any token, may come first
             rules = [f"start: {self._but(self.begin_id)}* ({begun})?"]
         else:
             rules = [f"start: {begun} | body"]

@@ -1,4 +1,4 @@
-"""What an argument that a model wrote as text stands for, by its function's JSON schema."""
+"""The value of an argument that a model wrote as text, by its function's JSON schema."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from ....constraints.schema_references import BadReference, target_of
 
-_MAX_DEPTH = 16  # of references and alternatives, one in the other
+_MAX_DEPTH = 16  # of nested references and alternatives
 
 
 class ArgumentValues:
-    """Of one function; each part of its schema is looked at once."""
+    """The argument values of one function; each part of its schema is examined once."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._schema = schema
-        self._has_texts: dict[int, bool] = {}  # by the part's id
+        self._has_texts: dict[int, bool] = {}  # by id() of a part of the schema
 
     def value_of(self, name: str, text: str) -> Any:
-        """A text is a string, unless the argument has another type and it is JSON of that."""
+        """The value of `text`: a string, unless the schema admits none and the text is JSON."""
         text = text.removeprefix("\n").removesuffix("\n")
         properties = self._schema.get("properties")
         if self._may_be_text(properties.get(name) if isinstance(properties, dict) else None):
@@ -32,17 +32,17 @@ class ArgumentValues:
         return value
 
     def _may_be_text(self, schema: Any, depth: int = 0) -> bool:
-        """Whether a schema may have strings among its values; True if that is hard to tell."""
+        """Whether a schema admits strings; True if that is hard to decide."""
         if not isinstance(schema, dict) or depth == _MAX_DEPTH:
             return True
         if (known := self._has_texts.get(id(schema))) is None:
-            self._has_texts[id(schema)] = True  # for itself: it may lead back
+            self._has_texts[id(schema)] = True  # if its references lead back to it
             known = all(self._take_texts(schema, depth + 1))
             self._has_texts[id(schema)] = known
         return known
 
     def _take_texts(self, schema: Mapping[str, Any], depth: int) -> Iterator[bool]:
-        """Whether its keywords do, one by one."""
+        """Whether the schema's keywords admit strings, one by one."""
         if (kind := schema.get("type")) is not None:
             yield kind == "string" or (isinstance(kind, list) and "string" in kind)
         if "const" in schema:

@@ -1,6 +1,6 @@
-"""A sample's text as content and tool calls: where calls begin and end.
+"""Splits a sample's text into content and tool calls: finds where calls begin and end.
 
-A text becomes deltas as it comes:
+Text becomes deltas as it arrives:
 
     text so far     Let me look. <tool_call>{"name": "now", "arguments": {"zone"
     deltas          Content("Let me look. ")  ToolDelta(0, "now", '')  ToolDelta(0, None, '{"zone"')
@@ -20,7 +20,7 @@ from .reasoning import beginning_of
 
 PYTHON_TAG = "<|python_tag|>"
 
-_PIECE_CHARS = 4096  # that are judged together: what is behind a call is copied for each
+_PIECE_CHARS = 4096  # parsed at a time, since the text after a call is copied for each call
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class ToolDelta:
-    """More of the call number `index`; its first delta has the name."""
+    """A piece of call number `index`; the call's first delta has the name."""
 
     index: int
     name: str | None
@@ -43,12 +43,12 @@ Delta = Content | ToolDelta
 
 
 class ToolCallParser(ABC):
-    """Of one sample: content and calls in turns; a subclass knows where a call begins."""
+    """Splits one sample's text into content and calls; a subclass finds where a call begins."""
 
     def __init__(self, new_scanner: Callable[[], Scanner] = CallScanner) -> None:
         self._new_scanner = new_scanner
-        self._text = ""  # not judged yet
-        self._space: list[str] = []  # behind it
+        self._text = ""  # not parsed yet
+        self._space: list[str] = []  # white space after `_text`
         self._scanner: Scanner | None = None
         self._num_calls = 0
         self._is_named = False
@@ -57,13 +57,13 @@ class ToolCallParser(ABC):
 
     @property
     def open_call(self) -> int | None:
-        """The number of the call that has begun and not ended; known once no more text comes."""
+        """The number of the call that has begun and not ended, if any; valid after `finish`."""
         is_open = self._scanner is not None and self._is_named and not self._scanner.is_done
         return self._num_calls if is_open else None
 
     @property
     def _needs_text(self) -> bool:
-        """Whether white space decides nothing, whatever was before."""
+        """Whether white space is held back until other text follows."""
         return self._scanner is None and not self._has_content
 
     def feed(self, text: str) -> list[Delta]:
@@ -82,24 +82,24 @@ class ToolCallParser(ABC):
             pass
 
     def finish(self) -> list[Delta]:
-        """No more text comes."""
+        """The last deltas, at the text's end."""
         deltas: list[Delta] = []
         self._feed_piece("", deltas)
         if self._scanner is not None and not self._is_named:
             self._content(self._given_up(self._scanner), deltas)
         elif self._scanner is not None:
-            self._scanner.feed("\0")  # that arguments are whole may be seen by what follows alone
-        elif not self._is_behind_call:  # there, at most a tag's beginning
+            self._scanner.feed("\0")  # only a further character may show that arguments are whole
+        elif not self._is_behind_call:  # after a call, `_text` is at most a tag's beginning
             self._content(self._text, deltas)
         self._text = ""
         return deltas
 
     @abstractmethod
     def _read(self, deltas: list[Delta]) -> bool:
-        """Pass content on, and begin a call where one begins; False: more text is needed."""
+        """Add content to `deltas`, and begin a call if one begins; False: more text is needed."""
 
     def _given_up(self, scanner: Scanner) -> str:
-        """The text of what was no call after all."""
+        """The text that turned out to be no call."""
         return scanner.raw
 
     def _content(self, text: str, deltas: list[Delta]) -> None:
@@ -112,7 +112,7 @@ class ToolCallParser(ABC):
         self._scanner, self._is_named = self._new_scanner(), False
 
     def _scan(self, deltas: list[Delta]) -> bool:
-        """Go on with the call that has begun."""
+        """Continue the call that has begun; False: more text is needed."""
         assert self._scanner is not None
         scanner = self._scanner
         self._text = scanner.feed(self._text)
@@ -132,8 +132,8 @@ class ToolCallParser(ABC):
 
 
 class TagParser(ToolCallParser):
-    """A call stands behind `begin`. Tags `around` calls are dropped wherever they stand, those
-    `behind` one only there."""
+    """A call follows the tag `begin`. Tags `around` calls are dropped everywhere, tags `behind` a
+    call only there."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class TagParser(ToolCallParser):
         return False
 
     def _drop_tags(self) -> bool:
-        """Drop what stands behind a call; False: more text is needed."""
+        """Drop the tags after a call; False: more text is needed."""
         while True:
             text = self._text.lstrip()
             tag = next((tag for tag in self._behind if text.startswith(tag)), None)
@@ -180,7 +180,7 @@ class TagParser(ToolCallParser):
 
 
 class MistralParser(TagParser):
-    """Older models write a list of objects behind the tag."""
+    """Also parses a list of objects after the tag, which older models write."""
 
     def __init__(self, new_scanner: Callable[[], Scanner], begin: str) -> None:
         super().__init__(new_scanner, begin)
@@ -209,7 +209,7 @@ class MistralParser(TagParser):
         if text[0] in "[,":
             self._text = text[1:]
             self._scanner, self._is_named = CallScanner(), False
-        else:  # its end
+        else:  # the list's end
             self._text, self._is_in_list = text.removeprefix("]"), False
         return True
 
@@ -226,23 +226,23 @@ class FirstCharacterParser(ToolCallParser):
 
     @abstractmethod
     def _read_calls(self) -> bool:
-        """As `_read`, of an answer that has no content so far."""
+        """As `_read`, for an answer without content so far."""
 
 
 class Llama3Parser(FirstCharacterParser):
-    """Calls are objects, behind semicolons."""
+    """Calls are JSON objects, separated by semicolons."""
 
-    _is_over = False  # what follows the last call is not one
+    _is_over = False  # whether the text after the last call is no call
 
     def __init__(self) -> None:
-        super().__init__(partial(CallScanner, needs_arguments=True))  # an answer may be JSON
+        super().__init__(partial(CallScanner, needs_arguments=True))  # plain answers may be JSON
 
     def _read_calls(self) -> bool:
         text = self._text.lstrip()
         if self._num_calls:
             text = text.removeprefix(";").lstrip()
             if self._is_over or (text and text[0] != "{"):
-                self._is_over, self._text = True, ""  # nothing that anybody should see
+                self._is_over, self._text = True, ""  # not to be shown
                 return False
         else:
             text = text.removeprefix(PYTHON_TAG).lstrip()
@@ -257,7 +257,7 @@ class Llama3Parser(FirstCharacterParser):
 
 
 class PythonicParser(FirstCharacterParser):
-    """A list of calls is the whole answer."""
+    """The whole answer is a list of calls in Python's syntax."""
 
     def __init__(self) -> None:
         super().__init__(PythonicScanner)

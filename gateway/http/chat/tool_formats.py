@@ -1,4 +1,4 @@
-"""How families of models write tool calls: what stands before, in and behind a call.
+"""How model families write tool calls: the texts before, within and after a call.
 
 hermes        <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>, any number of them
 llama3_json   {"name": "now", "parameters": {}} as the whole answer; several with ; between them
@@ -35,22 +35,22 @@ TokenIdOf = Callable[[str], int | None]
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One family's: `begin` NAME `middle` arguments `end`. The arguments are a JSON object, if
-    `is_json`: only then a grammar can rule them.
+    """A family's format: `begin` NAME `middle` arguments `end`. `is_json`: the arguments are a JSON
+    object; only then can a grammar constrain them.
 
-    `parser`: of a sample that is offered these tools.
+    `parser`: makes the parser of a sample that is offered these tools.
     """
 
     begin: str
     middle: str
     end: str
     parser: Callable[[Sequence[Tool]], ToolCallParser]
-    tags: Sequence[str] = ()  # in the texts above; some are one token
+    tags: Sequence[str] = ()  # that the texts above contain; some are one token
     is_json: bool = True
 
     def opening(self, function: str | None, *, is_constrained: bool) -> str:
-        """The beginning of a call of this function, or of any: the prompt's end where a call
-        is wanted in any case. Where a grammar rules what follows, it ends before the arguments."""
+        """The beginning of a call of this function, or of any: the prompt's end if a call is
+        forced. If a grammar constrains the output, the opening ends before the arguments."""
         if function is None:
             return self.begin
         named = f"{self.begin}{function}{self.middle}"
@@ -59,7 +59,7 @@ class ToolFormat:
         return f"{named} {{" if self.middle.endswith(":") else f"{named}{{"
 
     def begin_tag(self) -> tuple[str, str]:
-        """The last tag before a call's name, and the text between; empty where there is none."""
+        """The last tag before a call's name, and the text between them; empty if there is none."""
         found = [match.end() for match in any_of(self.tags).finditer(self.begin)]
         if not self.tags or not found:
             return "", ""
@@ -67,7 +67,7 @@ class ToolFormat:
         return tag, self.begin[found[-1] :]
 
     def literal(self, text: str, token_id: TokenIdOf) -> str:
-        """A text in Lark; a grammar knows a tag that is one token by its id alone."""
+        """A text in Lark; a tag that is one token can only be written by its token id."""
         pieces, last = [], 0
         for match in any_of(self.tags).finditer(text) if self.tags else ():
             if (found := token_id(match[0])) is not None:
@@ -145,7 +145,7 @@ FORMATS: Mapping[str, ToolFormat] = {
 
 
 def format_of_template(template: str) -> ToolFormat | None:
-    """The format that a chat template teaches its model; None if it knows no tools."""
+    """The format that a chat template uses for calls; None if it has no tools."""
     if _HERMES in template:
         return FORMATS["qwen3_coder"] if "<function=" in template else HERMES
     if _CALL in template:

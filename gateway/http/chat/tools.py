@@ -1,10 +1,10 @@
-"""The tools that a chat request offers, which of them it wants called, and a forced call's grammar.
+"""The tools that a chat request offers, its choice among them, and the grammars of calls.
 
-A tool is {"type", "function": {...}}, and beside it `strict`: that its schema is to be kept to. The
-schemas are shown to the model, compiled for forced calls alone, never fetched. Each must be of
-bounded size, and its references must be such as structured output takes.
+A tool is {"type", "function": {...}}, with `strict` if its calls must follow its schema. Schemas
+are shown to the model, and compiled for forced calls and strict tools, but never fetched. Their
+size is bounded, and they may have only the references that structured output supports.
 
-A call that is wanted in any case is a grammar of what follows the prompt's end:
+A forced call is constrained by a grammar for the output after the prompt's end:
 
     prompt ...{"name": "now", "arguments":      output  {"zone": "UTC"}}        one function
     prompt ...{"name": "                        output  now", "arguments": {"zone": "UTC"}}
@@ -34,14 +34,15 @@ Tool = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """`is_forced`: the answer is a call, of `function` if that is named."""
+    """`is_offered`: the model is shown the tools; `is_forced`: the answer must be a call, of
+    `function` unless it is None."""
 
     is_offered: bool
     is_forced: bool = False
     function: str | None = None
 
     def wanted(self, tools: Sequence[Tool]) -> list[Tool]:
-        """Those of the tools that a forced call can be of."""
+        """The tools that a forced call may call."""
         return [tool for tool in tools if self.function in (None, tool["function"]["name"])]
 
 
@@ -78,7 +79,7 @@ def _tool(value: Any, name: str) -> Tool:
 
 
 def check_schema(schema: Mapping[str, Any], name: str) -> int:
-    """How many values it has; raises InvalidRequest."""
+    """The number of values in a schema; raises InvalidRequest."""
     num_values = 0
     pending: list[tuple[Any, int]] = [(schema, 0)]
     while pending:
@@ -103,7 +104,7 @@ def _bad(name: str, what: str) -> InvalidRequest:
 
 
 def shown_tools(tools: Sequence[Tool]) -> list[Tool]:
-    """As chat templates know them."""
+    """The tools in the form that chat templates take."""
     return [{"type": tool["type"], "function": tool["function"]} for tool in tools]
 
 
@@ -118,7 +119,7 @@ def _tool_choice(value: Any, name: str) -> ToolChoice:
 
 
 def chosen(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolChoice:
-    """What is wanted of these tools; raises InvalidRequest for a choice that they do not have."""
+    """The choice, or its default; raises InvalidRequest if the choice is not among the tools."""
     if not tools:
         if choice is not None and choice.is_forced:
             raise InvalidRequest(
@@ -139,10 +140,10 @@ def chosen(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolChoice:
 def call_grammar(
     tools: Sequence[Tool], choice: ToolChoice, middle: str, end: str, literal: Callable[[str], str]
 ) -> str:
-    """Lark, for a call that is forced, behind the prompt's end.
+    """The Lark grammar of a forced call, after the prompt's end.
 
-    `middle`, `end`: the format's texts between name and arguments, and behind these; `literal`
-    writes a text in Lark.
+    `middle`, `end`: the format's texts between name and arguments, and after the arguments;
+    `literal` writes a text in Lark.
     """
     calls, rules = [], []
     space = '" "? ' if middle.endswith(":") else ""
@@ -157,9 +158,9 @@ def call_grammar(
 
 
 def strict_grammar(tag: str, any_but_tag: str, rest: str, calls: str) -> str:
-    """Lark, of an answer that may have calls, each of which is as call_grammar's `calls` has it.
+    """The Lark grammar of an answer with any number of calls, each as in `calls`, call_grammar's.
 
-    `tag`, `rest`: what begins a call, the one token and the text behind it; `any_but_tag`: a token.
+    `tag`, `rest`: a call's first token, and the text after it; `any_but_tag`: any other token.
     """
     return (
         f"start: text ({tag} {rest} call text)*\ntext: {any_but_tag}*\ncall: %lark {{\n{calls}\n}}"
@@ -167,8 +168,8 @@ def strict_grammar(tag: str, any_but_tag: str, rest: str, calls: str) -> str:
 
 
 def _schema(tool: Tool) -> dict[str, object]:
-    """Of the arguments, which are an object whatever the schema has on that. What only a strict
-    compiler would refuse in a schema that is not called strict is left out of account."""
+    """The schema of a tool's arguments, which are an object whatever the schema says. Without
+    `strict`, what only a strict compiler would refuse in it is ignored."""
     schema = tool["function"].get("parameters") or {"properties": {}, "additionalProperties": False}
     options = {**JSON_OPTIONS, "lenient": not tool.get("strict")}
     return {**schema, "type": "object", "x-guidance": options}

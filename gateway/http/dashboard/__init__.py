@@ -1,1 +1,1 @@
-"""The live page: what the cluster does now, sent once a second over server-sent events."""
+"""The live page: the cluster's current state, sent once a second over server-sent events."""

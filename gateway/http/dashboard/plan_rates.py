@@ -1,5 +1,5 @@
-"""Which plans were chosen in the last seconds, and what they and the next best were estimated to
-take, as the page shows them."""
+"""The rates of the plans chosen in the last seconds, and the estimated times of these and of the
+next best plans, as the page shows them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ SPAN_S = 10
 
 
 class PlanRates:
-    """The rates of one gateway's plans, from `look`s, of which there is one a second."""
+    """The rates of one gateway's plans, from one `look` per second."""
 
     def __init__(self, record: PlanRecord, clock: Clock) -> None:
         self._record = record
         self._clock = clock
-        # When each look was, and the counts of plans by then.
+        # The time of each look, and the counts of plans up to then.
         self._looks: deque[tuple[float, Counter[tuple[str, ...]]]] = deque(maxlen=SPAN_S + 1)
         self._samples: deque[tuple[float, SampledPlan]] = deque(maxlen=SPAN_S)
 
     def look(self) -> None:
-        """Read the record; the last plan since the look before becomes a sample."""
+        """Read the record; the last plan since the previous look, if any, becomes a sample."""
         now_s = self._clock.monotonic_s()
         self._looks.append((now_s, self._record.by_kind()))
         sample, self._record.last = self._record.last, None
@@ -31,9 +31,9 @@ class PlanRates:
             self._samples.append((now_s, sample))
 
     def rows(self) -> list[dict[str, object]]:
-        """For JSON, one a kind: how many a second, means of the estimates in seconds, and how many
-        a second got their prefix from which engine. Of moves: how many a second went to which
-        engine, or failed for what."""
+        """One row for JSON per kind of plan: plans per second, mean estimates in seconds, and plans
+        per second by the engine that they fetched a prefix from. For moves: moves per second by
+        the engine that they went to, or by the reason of failure."""
         now_s = self._clock.monotonic_s()
         total, span_s = Counter[tuple[str, ...]](), float(SPAN_S)
         if self._looks:

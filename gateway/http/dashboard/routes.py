@@ -1,8 +1,8 @@
 """The page, its files, and its data: a snapshot by GET, or a stream of server-sent events.
 
-Everything here is read-only. The page's files are read once; whatever is not among them does not
-exist: no path is joined. The page may load and run nothing but these files: no inline script or
-style, nothing from elsewhere. Who may come in at all is judged before (http/protocol/access.py).
+Everything here is read-only. The page's files are read once into a table, in which requested paths
+are looked up: no path is joined. The page may load and run nothing but these files: no inline
+script or style, nothing from other hosts. Access is checked before (http/protocol/access.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TYPES = {
 
 MAX_VIEWERS = 32
 PING_S = 15.0
-_STREAM_S = 300.0  # then the page comes back, and whether it may is judged anew
+_STREAM_S = 300.0  # then the page reconnects, and its access is checked anew
 _RETRY_MS = 1000
 _SLOWEST_WRITE_S = 10.0
 _LONGEST_TARGET_MS = 3_600_000.0
@@ -65,7 +65,7 @@ FEED = web.AppKey("feed", SnapshotFeed)
 
 
 def feed_of(parts: AppState, clock: Clock) -> SnapshotFeed:
-    """The feed of a whole gateway."""
+    """The feed of one gateway's page."""
 
     def about() -> dict[str, Any]:
         return {
@@ -81,7 +81,7 @@ def feed_of(parts: AppState, clock: Clock) -> SnapshotFeed:
 
 
 def add_dashboard(app: web.Application, feed: SnapshotFeed) -> None:
-    """Give an application the page; the feed ticks for as long as the application runs."""
+    """Add the page to an application; the feed ticks for as long as the application runs."""
 
     async def ticking(_: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(keep_running("the live page", feed.run))
@@ -103,7 +103,7 @@ async def page(request: web.Request) -> web.Response:
 
 @ROUTES.get("/dashboard/")
 async def page_with_slash(request: web.Request) -> web.Response:
-    """The page's relative links want it without the slash."""
+    """A redirect: the page's relative links need its path without the slash."""
     return web.Response(status=308, headers={"Location": "../dashboard"})
 
 
@@ -128,7 +128,7 @@ async def snapshot(request: web.Request) -> web.Response:
 
 @ROUTES.get("/api/stream", allow_head=False)
 async def stream(request: web.Request) -> web.StreamResponse:
-    """Events `snapshot`, then `update` every second; ends after a while, and the page returns."""
+    """Events: `snapshot`, `update` every second; ends after a while, then the page reconnects."""
     view = _view(request)
     feed = request.app[FEED]
     if feed.num_viewers >= MAX_VIEWERS:
@@ -159,7 +159,7 @@ async def _send(request: web.Request, feed: SnapshotFeed, view: View) -> web.Str
                 break
     except ConnectionError:
         pass  # the viewer went away
-    except TimeoutError:  # it reads nothing, not even that this is the end
+    except TimeoutError:  # the viewer reads nothing, and would not read the stream's end
         if request.transport is not None:
             request.transport.abort()
     return response
@@ -171,7 +171,8 @@ def _event(update: Update) -> bytes:
 
 
 def _view(request: web.Request) -> View:
-    """The gateway's own targets, where the viewer names none; raises InvalidRequest."""
+    """The view that the query describes, by default with the gateway's own targets; raises
+    InvalidRequest."""
     targets = request.app[FEED].targets
     for name, field in (("ttft_ms", "ttft_slo_s"), ("tbt_ms", "tbt_slo_s")):
         if (text := request.query.get(name)) is not None:
@@ -183,7 +184,7 @@ def _view(request: web.Request) -> View:
 
 
 def target_s(text: str, name: str) -> float:
-    """In seconds, of a text in milliseconds; raises InvalidRequest."""
+    """A target in seconds, from a text in milliseconds; raises InvalidRequest."""
     try:
         target_ms = float(text[:32])
     except ValueError:
@@ -213,7 +214,7 @@ class StaticFile:
 
 @cache
 def static_files() -> dict[str, StaticFile]:
-    """By path below static/, with forward slashes."""
+    """The page's files by their path below static/, with forward slashes."""
     return {
         path.relative_to(_FOLDER).as_posix(): _load(path)
         for path in sorted(_FOLDER.rglob("*"))

@@ -1,6 +1,6 @@
-"""What the page receives: the telemetry window, the engines, the gateway itself, once a second.
+"""The data that the page receives once a second: telemetry window, engines, the gateway itself.
 
-    tick ──► whole snapshot   to who is new, or has missed a tick
+    tick ──► whole snapshot   to viewers that are new, or have missed a tick
          └─► update           to all others: series, heat maps and recent calls since the last tick
 All viewers of the same span with the same SLO targets are sent the same bytes. Knows no HTTP.
 """
@@ -26,10 +26,10 @@ from ...telemetry.window.snapshot import window_snapshot
 from ...telemetry.window.window import TelemetryWindow
 from .plan_rates import PlanRates
 
-MAX_RECENT = 25  # of a whole snapshot; a page that stays gathers more
-_ROWS_AGAIN = 4  # of an update: another gateway's share of a second may come late
-_TICK_AT_S = 0.25  # behind each whole second: that second's row is complete by then
-_TIMES_BEGIN_S = 1e6  # no duration is as long, every unix time is longer
+MAX_RECENT = 25  # recent calls in a snapshot; an open page gathers more
+_ROWS_AGAIN = 4  # rows repeated in an update: another gateway's share of a second may be late
+_TICK_AT_S = 0.25  # after each whole second: that second's row is complete by then
+_TIMES_BEGIN_S = 1e6  # smaller values are durations, larger ones unix times
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,17 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a viewer looks at: the last minutes, or the last hour."""
+    """What a viewer looks at: the last minutes or the last hour, with SLO targets."""
 
     targets: SloTargets
     of_hour: bool = False
 
 
 class SnapshotFeed:
-    """`run` ticks until cancelled; `about` describes the gateway itself, `scope` whose calls the
-    window has (`WindowShare.scope`).
+    """`run` ticks until cancelled; `about` describes the gateway itself, `scope` the gateways whose
+    calls the window includes (`WindowShare.scope`).
 
-    `targets`: the gateway's own, for viewers who name none. `num_viewers` follow now.
+    `targets`: the gateway's own, for viewers who set none. `num_viewers`: following now.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class SnapshotFeed:
         self._ticked = asyncio.Event()
 
     async def run(self) -> None:
-        """One tick a second, whether or not somebody looks: an engine must not vanish unseen."""
+        """Tick once a second, even without viewers: the roster must not miss any engine."""
         while True:
             self.tick()
             now_s = self._clock.monotonic_s()
             await asyncio.sleep(math.floor(now_s + 1 - _TICK_AT_S) + _TICK_AT_S - now_s)
 
     def tick(self) -> None:
-        """What was made is old now; viewers are woken."""
+        """Update the roster, discard the snapshots made for the last tick, and wake the viewers."""
         self._previous_unix_s, self._now_unix_s = self._now_unix_s, self._window.now_unix_s
         self._roster.look(self._now_unix_s)
         self._number += 1
@@ -98,7 +98,7 @@ class SnapshotFeed:
         return self._make(view, is_whole=True)
 
     async def follow(self, view: View) -> AsyncIterator[Update]:
-        """A whole snapshot, then an update a tick; whole again for a viewer who was too slow."""
+        """A whole snapshot, then an update per tick, or a whole one again after a missed tick."""
         sent: int | None = None
         while True:
             is_whole = sent != self._number - 1
@@ -136,14 +136,14 @@ class SnapshotFeed:
 
 
 def definitions() -> list[tuple[str, str]]:
-    """(term, meaning) as core/metrics.py has them: the two columns of its docstring."""
+    """(term, meaning) from core/metrics.py: the two columns of its docstring."""
     table = (metrics.__doc__ or "").strip().split("\n\n")[-1]
     rows = (re.fullmatch(r"(.{12}) (.+)", line) for line in table.splitlines())
     return [(row[1].strip(), row[2]) for row in rows if row is not None]
 
 
 def _drawn(column: list[Any]) -> list[Any]:
-    """Three digits of a duration are finer than a pixel."""
+    """Round durations to three digits, which is finer than a pixel."""
     return [
         float(f"{value:.3g}") if isinstance(value, float) and value < _TIMES_BEGIN_S else value
         for value in column
@@ -151,7 +151,7 @@ def _drawn(column: list[Any]) -> list[Any]:
 
 
 def _compact(value: Any) -> Any:
-    """Microseconds are enough for durations, and milliseconds for times of day."""
+    """Round durations to microseconds and unix times to milliseconds."""
     if isinstance(value, float):
         return round(value, 6 if value < _TIMES_BEGIN_S else 3)
     if isinstance(value, dict):
@@ -168,7 +168,7 @@ _OF_LOAD = (
     *("free_blocks", "credit_blocks", "num_running", "num_waiting", "waiting_tokens"),
     *("host_blocks", "tbt_target_s", "is_promise_withdrawn"),
 )
-_KEPT_OVER = 30  # looks, of which there is one a second
+_KEPT_OVER = 30  # looks, one per second
 _HITS_OVER = 301
 _COUNTED = (
     *("num_promised_steps", "num_kept_steps", "num_drafts", "num_draft_tokens"),
@@ -178,8 +178,8 @@ _COUNTED = (
 
 @dataclass(slots=True)
 class _Seen:
-    """One incarnation of an engine; `restarts` counts those before it under the same name. `looks`:
-    what it had counted at the last of them."""
+    """One incarnation of an engine; `restarts`: the number of earlier ones of the same name.
+    `looks`: its counters at the last looks."""
 
     member: Member
     state: str
@@ -196,16 +196,16 @@ class _Seen:
 
     @property
     def draft_means(self) -> tuple[float, float] | None:
-        """Of the last steps of a sequence with drafts: how many, and how many were accepted; None:
-        there were none."""
+        """Mean numbers of drafted and of accepted tokens in the last steps of sequences with
+        drafts; None: there were no such steps."""
         names = ("num_drafts", "num_draft_tokens", "accepted_drafts")
         steps, drafted, accepted = self._growth(_KEPT_OVER, *names)
         return (drafted / steps, accepted / steps) if steps > 0 else None
 
     @property
     def hit_tokens(self) -> dict[str, int] | None:
-        """Tokens of what was given blocks lately, by where their KV came from. What was fetched
-        from another engine is a hit of the device once it is used; None: nothing is known."""
+        """Tokens of the sequences that were lately allocated blocks, by the source of their KV. The
+        engine counts fetched blocks as device hits once they are used; None: nothing is known."""
         if not self.looks:
             return None
         names = ("prefix_query_tokens", "prefix_hit_tokens", "host_hit_tokens", "fetched_blocks")
@@ -221,21 +221,22 @@ class _Seen:
 
     @property
     def kept_share(self) -> float | None:
-        """Of the last steps with decodes that were promised something; None: there were none."""
+        """The share of the last steps with decodes and a promised step time that kept it; None:
+        there were no such steps."""
         steps, kept = self._growth(_KEPT_OVER, "num_promised_steps", "num_kept_steps")
         return kept / steps if steps > 0 else None
 
 
 @dataclass(eq=False)
 class EngineRoster:
-    """Every engine that this gateway has seen, and what became of it.
+    """Every engine that this gateway has seen, with its state.
 
         starting ──heartbeat──► ready ◄──► draining
             ▲                     │ link down
             └──────link up── unlinked ──out of the directory──► gone
-    An engine that is gone stays listed until it is back under its name, or for an hour: a page must
-    never lose one silently. `_members`: every engine that is listed or linked; `_is_starting`:
-    whether one is that has answered, and has not reported yet.
+    An engine that is gone stays listed until one of its name is back, or for an hour: a page must
+    not lose an engine silently. `_members`: every engine that is in the directory or linked;
+    `_is_starting`: whether an engine has sent its Welcome, but no heartbeat yet.
     """
 
     _table: EngineTable
@@ -248,7 +249,7 @@ class EngineRoster:
         self._plans = PlanRates(self._table.plans, self._table.mirror.clock)
 
     def look(self, now_unix_s: float) -> None:
-        """Take over the state of the directory and the links, and what was planned."""
+        """Take over the state of the directory, the links and the chosen plans."""
         self._plans.look()
         present = {member.incarnation: member for member in self._members()}
         for incarnation, member in present.items():
@@ -259,7 +260,7 @@ class EngineRoster:
                 seen.state, seen.since_unix_s = state, now_unix_s
             engine = self._table.engines.get(incarnation)
             if engine is None:
-                seen.looks.clear()  # what it did lately is not known
+                seen.looks.clear()  # its counters are not known
             else:
                 counters = engine.load.counters
                 counted = {name: getattr(counters, name) for name in _COUNTED}
@@ -268,7 +269,7 @@ class EngineRoster:
         self._forget_old(now_unix_s)
 
     def rows(self) -> list[dict[str, Any]]:
-        """For JSON, prefill engines first, each role by name."""
+        """Rows for JSON: prefill engines first, each role sorted by name."""
         order = sorted(
             self._seen.values(),
             key=lambda seen: (seen.member.role.value != "prefill", seen.member.name),
@@ -276,7 +277,7 @@ class EngineRoster:
         return [self._row(seen) for seen in order]
 
     def plans(self) -> list[dict[str, Any]]:
-        """Which plans were chosen lately, and what they were estimated to take."""
+        """The rates and the estimated times of the plans chosen lately."""
         return self._plans.rows()
 
     def _state(self, incarnation: str) -> str:
@@ -304,7 +305,7 @@ class EngineRoster:
         }
 
     def _cached(self, engine: LinkedEngine | None) -> dict[str, int] | None:
-        """What the prefix index lists of it."""
+        """The blocks and bytes that the prefix index lists for an engine."""
         counts = None if engine is None else self._table.mirror.counts(engine.incarnation)
         if engine is None or counts is None:
             return None
@@ -317,7 +318,7 @@ class EngineRoster:
         }
 
     def _join_restarted(self) -> None:
-        """An engine that is back under its name takes the place of what is gone."""
+        """Replace engines that are gone by present ones of the same role and name."""
         alive = {
             (seen.member.role, seen.member.name): seen
             for seen in self._seen.values()

@@ -1,1 +1,1 @@
-"""What both endpoints that generate share, and /v1/completions."""
+"""/v1/completions, and the parts that all endpoints that generate share."""

@@ -1,4 +1,4 @@
-"""POST /v1/completions: a prompt, or several, continued. A prompt is a text or token ids."""
+"""POST /v1/completions: continues one or several prompts, each of them a text or token ids."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 @dataclass(slots=True)
 class EchoedPrompt:
-    """A prompt that may be echoed; `scores` come with its first sample's first chunk."""
+    """A prompt that may be echoed; `scores` are set from its first sample's first chunk."""
 
     text: str
     token_ids: Sequence[int]
@@ -110,13 +110,13 @@ class CompletionSample(Sample):
             )
 
     def events(self, chunk: OutputChunk) -> list[str]:
-        """Nothing while the text is held back."""
+        """The JSON object for a chunk; none while its text is held back."""
         if self.text_event is not None and chunk.result is None:
             return [self.text_event.of(chunk.text)] if chunk.text else []
         return [json_text(self.choice(chunk))]
 
     def choice(self, chunk: OutputChunk) -> CompletionChoice:
-        """The object for a chunk, which may be the only one."""
+        """The object for a chunk, which may be the whole sample."""
         found, result, prompt = self._found, chunk.result, self._prompt
         is_first, self._is_first = self._is_first, False
         echoed = prompt if is_first and found.get("echo") else None
@@ -154,21 +154,21 @@ class CompletionSample(Sample):
 
 
 class TextOffsets:
-    """Where tokens begin in the text, in characters. One of several tokens begins with the first of
-    them, and ends with the last; one that the text leaves out has no length.
+    """Where tokens begin in the text, in characters. A character of several tokens begins with the
+    first of them and ends with the last; a token that the text omits has no length.
 
-    `text`: of its beginning, as far as it is known, with a text prompt as the client wrote it: with
-    special tokens, and without the blank that many vocabularies put before a first word.
+    `text`: the known beginning of the text. A text prompt is as the client wrote it: with special
+    tokens, and without the blank that many vocabularies put before the first word.
     """
 
     def __init__(self, text: str = "") -> None:
         self._text = text
         self._at = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_first = True  # the next word, of the text or behind a special token
+        self._is_first = True  # whether the next word is the first, also after a special token
 
     def of(self, token: TokenText, *, shows_special: bool = False) -> int:
-        """Of the next one; `shows_special`: it is of an output whose special tokens show."""
+        """The offset of the next token; `shows_special`: the text contains its special tokens."""
         is_left_out = token.is_hidden or (token.is_special and not shows_special)
         if is_left_out and not self._text.startswith(token.text, self._at):
             data = b""
@@ -176,7 +176,7 @@ class TextOffsets:
             data = self._without_added(token.data) if self._is_first else token.data
             self._is_first = token.is_special or (self._is_first and not data.strip(b" "))
         pending, _ = self._decoder.getstate()
-        is_cut = bool(pending and data) and data[0] & 0xC0 != 0x80  # no more of it
+        is_cut = bool(pending and data) and data[0] & 0xC0 != 0x80  # never completed
         begin = self._at + is_cut
         self._at += len(self._decoder.decode(data))
         return begin
@@ -194,9 +194,9 @@ def completion_logprobs(
     token_of: TokenOf,
     offsets: list[int],
 ) -> CompletionLogprobs:
-    """/v1/completions: the first token of a prompt has no score.
+    """The log-probabilities of /v1/completions; the first token of a prompt has none.
 
-    `top_logprobs` hold the token itself beside the likeliest, equals by name once.
+    `top_logprobs` have the token itself beside the likeliest, and tokens of equal names once.
     """
     tokens = [token_of(token_id) for token_id in token_ids]
     return CompletionLogprobs(
@@ -212,7 +212,7 @@ def completion_logprobs(
 
 def _by_text(token: str, score: TokenLogprobs, token_of: TokenOf) -> dict[str, float]:
     found: dict[str, float] = {}
-    for token_id, logprob in score.top:  # the likeliest of equal names stays
+    for token_id, logprob in score.top:  # of equal names, the likeliest stays
         found.setdefault(token_of(token_id).name, logprob)
     found.setdefault(token, score.logprob)
     return found
@@ -242,7 +242,7 @@ class _Completions(GeneratedAnswer):
         self._prompts: list[EchoedPrompt] = []
 
     def _check(self) -> None:
-        """What the wire can carry, and this endpoint cannot answer."""
+        """Refuse combinations of fields that are each valid."""
         if self.num_samples * len(self._texts) > _MAX_CHOICES:
             message = f"prompts times n are more than {_MAX_CHOICES}"
             raise InvalidRequest(message, "n", "invalid_value")

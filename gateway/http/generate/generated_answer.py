@@ -1,9 +1,9 @@
-"""From calls to an answer, for both endpoints that generate: a stream of events, or one object.
+"""Turns the calls of one HTTP request into its answer: a stream of events, or one object.
 
     prompt 0 ── generate ─┐ all accepted? ─► chunks ─┐
     prompt 1 ── generate ─┤   (else none)   chunks ──┼─► _take(prompt, chunk), one at a time
     prompt 2 ── generate ─┘                 chunks ─┘
-The first failure ends all.
+The first failure ends all calls.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from ..protocol.errors import REQUEST_ID, REQUEST_ID_HEADER
 from ..protocol.event_stream import EventStream, TextEvent
 
 _DONE = "data: [DONE]\n\n"
-_TAIL = "]}\n\n"  # behind the choices of an event
-_MAX_TRACE = 512  # characters of a header, as W3C has it for tracestate
+_TAIL = "]}\n\n"  # after the choices of an event
+_MAX_TRACE = 512  # characters of a header, W3C's limit for tracestate
 
 TokenOf = Callable[[int], TokenText]
 
 
 class Sample(ABC):
-    """One sample, as its endpoint writes it; `index` counts samples over all prompts.
+    """One sample in the format of its endpoint; `index` counts samples over all prompts.
 
-    `text_event`: what `events` gives for a chunk that only adds a text, of all chunks but the
-    sample's first and last; None where more is written.
+    `text_event`: what `events` returns for a chunk that only adds a text and is neither the
+    sample's first nor its last; None if chunks contain more than text.
     """
 
     text_event: TextEvent | None = None
@@ -67,18 +67,18 @@ class Sample(ABC):
 
     @abstractmethod
     def events(self, chunk: OutputChunk) -> list[str]:
-        """JSON objects of what a stream shows of this chunk."""
+        """The JSON objects that a stream sends for this chunk."""
 
     @abstractmethod
     def choice(self, chunk: OutputChunk) -> Choice:
-        """The object in a whole answer; `chunk` is all of the sample."""
+        """The object in a whole answer; `chunk`: the whole sample."""
 
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Of one HTTP request, over all of its prompts and samples.
+    """The token counts of one HTTP request, over all of its prompts and samples.
 
-    `cached_tokens`: by prompt, known at its first sample's end.
+    `cached_tokens`: by prompt index, known when the first of its samples ends.
     """
 
     prompt_tokens: int = 0
@@ -102,10 +102,10 @@ class TokenCounts:
 
 
 class GeneratedAnswer(ABC):
-    """One answer while it comes about; each endpoint has its own way of writing.
+    """One answer while it is generated; each endpoint has its own format.
 
-    `prompts`: what to run, at the same time. `names`: our names of fields, and the client's.
-    `extra`: what else stands in a whole answer.
+    `prompts`: the requests to run concurrently. `names`: the client's names of fields, by ours.
+    `extra`: further fields of a whole answer.
     """
 
     id_prefix: str
@@ -116,7 +116,7 @@ class GeneratedAnswer(ABC):
     names: Mapping[str, str]
 
     def __init__(self, request: web.Request, found: Mapping[str, Any]) -> None:
-        """Raises InvalidRequest for a label that is none, and options of a stream that is none."""
+        """Raises InvalidRequest for an invalid request id, and stream options without a stream."""
         self.app = request.app
         self.label = request.headers.get(REQUEST_ID_HEADER, "")
         check_label(self.label, REQUEST_ID_HEADER)
@@ -135,7 +135,7 @@ class GeneratedAnswer(ABC):
         self.extra: dict[str, Any] = {}
         self._counts = TokenCounts()
         self._samples: Sequence[Sample] = ()
-        self._text_events: Sequence[TextEvent | None] = ()  # one a sample, whole
+        self._text_events: Sequence[TextEvent | None] = ()  # per sample, as whole events
         self._chunks: dict[int, list[OutputChunk]] = {}
         self._nodes: dict[str, str] = {}
         self._envelope: dict[str, Any] = {}
@@ -144,18 +144,18 @@ class GeneratedAnswer(ABC):
 
     @abstractmethod
     async def samples(self, calls: Sequence[RunningCall]) -> Sequence[Sample]:
-        """For each prompt its samples. Before any chunk."""
+        """The samples of all prompts, prompt by prompt. Called before any chunk."""
 
     @abstractmethod
     def first_chunk(self, prompt_index: int, chunk: OutputChunk) -> None:
-        """The first chunk of a prompt's first sample, which has the prompt's scores."""
+        """Take the first chunk of a prompt's first sample, which has the prompt's scores."""
 
     def names_of(self, prompt_index: int) -> Mapping[str, str]:
         """`names` for errors about this prompt."""
         return self.names
 
     async def run(self) -> web.StreamResponse:
-        """Run the prompts; raises what ended them, with the client's names of fields."""
+        """Run the prompts; raises the error that ended them, with the client's names of fields."""
         if len(self.prompts) == 1:
             async with self._generate(0) as call:
                 await self._begin([call])
@@ -168,7 +168,7 @@ class GeneratedAnswer(ABC):
         return await self._end_stream() if self.is_stream else self._whole()
 
     async def _run_several(self) -> None:
-        """All to their ends; raises the first error."""
+        """Run all prompts to their ends; raises the first error."""
         started: dict[int, RunningCall] = {}
         all_accepted = asyncio.Event()
         one_at_a_time = asyncio.Lock()
@@ -209,7 +209,7 @@ class GeneratedAnswer(ABC):
         return text if len(text) <= _MAX_TRACE else ""
 
     async def _begin(self, calls: Sequence[RunningCall]) -> None:
-        """All prompts were accepted."""
+        """Prepare the answer, once all prompts are accepted."""
         first = calls[0]
         self._request.setdefault(REQUEST_ID, first.record.call_id)
         self._counts.prompt_tokens = sum(call.record.prompt_tokens for call in calls)
@@ -240,7 +240,7 @@ class GeneratedAnswer(ABC):
             await self._stream.send(events)
 
     def _note(self, prompt_index: int, chunk: OutputChunk) -> int:
-        """Count a chunk; returns whose it is."""
+        """Count a chunk; returns the index of its sample."""
         self._counts.add(prompt_index, chunk)
         if chunk.sample_index == 0 and chunk.index == 0:
             self.first_chunk(prompt_index, chunk)
@@ -251,7 +251,7 @@ class GeneratedAnswer(ABC):
         return prompt_index * self.num_samples + chunk.sample_index
 
     def _usage(self) -> Usage:
-        """So far."""
+        """The usage so far."""
         usage = self._counts.usage()
         reasoned = [n for one in self._samples if (n := one.num_reasoning_tokens) is not None]
         if reasoned:
@@ -261,11 +261,11 @@ class GeneratedAnswer(ABC):
     # --- a stream ---------------------------------------------------------------------------------
 
     def _push(self, chunk: OutputChunk) -> bool:
-        """Write the only prompt's next chunk now, if the client takes what is written."""
+        """Write the only prompt's next chunk now; False if the client does not read fast enough."""
         if not self._stream.has_room:
             return False
         event = self._text_events[chunk.sample_index]
-        if event is not None and chunk.index and chunk.text:  # nearly always
+        if event is not None and chunk.index and chunk.text:  # the usual case
             self._counts.completion_tokens += len(chunk.token_ids)
             self._stream.send_now(event.of(chunk.text))
         elif events := self._events(0, chunk):
@@ -273,7 +273,7 @@ class GeneratedAnswer(ABC):
         return True
 
     def _events(self, prompt_index: int, chunk: OutputChunk) -> str:
-        """What the stream shows of a chunk; empty while its text is held back."""
+        """The stream's events for a chunk; empty while its text is held back."""
         sample = self._samples[self._note(prompt_index, chunk)]
         events = sample.events(chunk)
         tail = _TAIL
@@ -299,14 +299,14 @@ class GeneratedAnswer(ABC):
         return answer(body, headers=self.node_headers())
 
     def node_headers(self) -> dict[str, str]:
-        """Of a whole answer: the nodes that served it."""
+        """The headers of a whole answer: the nodes that served it, and its cached tokens."""
         nodes = {f"x-{key.replace('_', '-')}": _ascii(name) for key, name in self._nodes.items()}
         return nodes | {"x-cached-tokens": str(self._counts.num_cached)}
 
 
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors of the block name fields as the client wrote them; `names`: theirs, by ours."""
+    """Errors raised in the block get the client's names of fields; `names`: these, by ours."""
     try:
         yield
     except BatonError as error:
@@ -330,7 +330,7 @@ def _ascii(name: str) -> str:
 def prompt_logprobs(
     token_ids: Sequence[int], scores: Sequence[TokenLogprobs], token_of: TokenOf
 ) -> PromptLogprobs:
-    """vLLM's `prompt_logprobs`: null for the first token."""
+    """`prompt_logprobs` in vLLM's format: null for the first token."""
     found: PromptLogprobs = [None]
     for token_id, score in zip(token_ids[1:], scores, strict=True):
         ranks = {other: rank for rank, (other, _) in enumerate(score.top, 1)}

@@ -1,10 +1,10 @@
-"""The fields of OpenAI's requests: what they can be, and where in a GenerateRequest they go.
+"""The fields of OpenAI's requests: their types, and their places in a GenerateRequest.
 
     SAMPLING   by the same name in its `sampling`          GENERATION   by the same name beside it
-    the rest is what one endpoint reads by itself
+    all other fields are read by single endpoints
 The first two are made from the table of request parameters. Unknown fields are ignored and logged.
-Fields that would change the answer, and that are not supported or another endpoint's, are refused;
-so are names of internals, which no client may set.
+Fields that would change the answer are refused if they are unsupported or another endpoint's; so
+are internal names, which no client may set.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ FRONT: Mapping[str, FieldKind] = {
     ),
 }
 
-COMMON = {**FRONT, **SAMPLING, **GENERATION, **STRUCTURED}  # of both endpoints that generate
+COMMON = {**FRONT, **SAMPLING, **GENERATION, **STRUCTURED}  # of chats and completions
 
 
 class Unsupported(NamedTuple):
-    """A field that is known, and not supported where an endpoint's table lacks it.
+    """A known field that is unsupported by endpoints whose tables lack it.
 
-    `instead`: what does the same, or comes nearest; `harmless`: values that change nothing and are
-    let pass.
+    `instead`: the nearest alternative, for the error message; `harmless`: values that change
+    nothing and are accepted.
     """
 
     instead: str = ""
     harmless: Sequence[Any] = ()
 
 
-UNSUPPORTED: Mapping[str, Unsupported] = {  # by chats and completions
+UNSUPPORTED: Mapping[str, Unsupported] = {  # for chats and completions
     "add_generation_prompt": Unsupported("/v1/chat/completions takes it", (True,)),
     "bad_words": Unsupported("logit_bias of -100 keeps a token out", ([],)),
     "chat_template": Unsupported(
@@ -91,7 +91,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {  # by chats and completions
     "enable_thinking": Unsupported("/v1/chat/completions takes it"),
     "function_call": Unsupported("use tool_choice"),
     "functions": Unsupported("use tools", ([],)),
-    "include": Unsupported(harmless=([], ["reasoning.encrypted_content"])),  # none is encrypted
+    "include": Unsupported(harmless=([], ["reasoning.encrypted_content"])),  # nothing is encrypted
     "input": Unsupported("/v1/responses takes it"),
     "instructions": Unsupported("/v1/responses takes them; chats have system messages", ("",)),
     "json_schema": Unsupported("use response_format"),
@@ -131,7 +131,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {  # by chats and completions
 }
 
 _NO_LOGPROBS = "/v1/chat/completions takes logprobs"
-# By /v1/responses and /v1/messages.
+# For /v1/responses and /v1/messages.
 UNSUPPORTED_IN_TURNS: Mapping[str, Unsupported] = {
     **UNSUPPORTED,
     "logprob_token_ids": Unsupported(_NO_LOGPROBS, ([],)),
@@ -162,8 +162,8 @@ def read_fields(
     unsupported: Mapping[str, Unsupported] = UNSUPPORTED,
     required: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The fields that are there, read; a required text is not empty. Raises InvalidRequest for what
-    cannot be served."""
+    """Read the fields that are present; a required text must not be empty. Raises InvalidRequest
+    for fields that cannot be served."""
     found: dict[str, Any] = {}
     ignored: list[str] = []
     for name, value in body.items():
@@ -201,7 +201,7 @@ async def read_body(
 
 
 def require(found: Mapping[str, Any], name: str) -> Any:
-    """Raises InvalidRequest where the field is absent or null."""
+    """The field's value; raises InvalidRequest if it is absent or null."""
     if name not in found:
         raise InvalidRequest(f"{name} is required", name, "missing_required")
     return found[name]
@@ -210,7 +210,7 @@ def require(found: Mapping[str, Any], name: str) -> Any:
 def generate_request(
     found: Mapping[str, Any], sampling: dict[str, Any], **fields: Any
 ) -> inference_pb2.GenerateRequest:
-    """The message of one prompt; `sampling`, `fields`: what an endpoint reads by itself."""
+    """The GenerateRequest of one prompt; `sampling`, `fields`: set by the endpoint itself."""
     chosen = {name: found[name] for name in SAMPLING if name in found} | sampling
     beside = {name: found[name] for name in GENERATION if name in found}
     return inference_pb2.GenerateRequest(

@@ -1,9 +1,9 @@
-"""The ways in which clients request structured output, and the constraint that each stands for.
+"""The fields with which clients request structured output, and the constraint of each.
 
     response_format       OpenAI's: text, json_object, json_schema
     structured_outputs    vLLM's: one of json, json_object, regex, choice, grammar
     guided_*              vLLM's older names of these
-One of them at most. A forced tool call is constrained too: chat/tools.py.
+A request may use one of them. A forced tool call is constrained too: chat/tools.py.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ....core.request.json_fields import (
 )
 from ....proto.v1 import common_pb2
 
-SamplingFields = dict[str, Any]  # of the wire's SamplingParams
+SamplingFields = dict[str, Any]  # of the message SamplingParams
 
 _ANY_OBJECT = '{"type": "object"}'
 
 
 def _json_schema(value: Any, name: str) -> str:
-    """A schema as text. `json` is vLLM's: an object, or the text of one."""
+    """A schema as JSON text. In vLLM's `json` it is an object, or the text of one."""
     if isinstance(value, str):
         return value
     if not isinstance(value, dict | bool):
@@ -122,17 +122,17 @@ def _flat_format(value: Any, name: str) -> SamplingFields:
     return _response_format(value, name)
 
 
-# A response_format whose schema stands beside the type, as in /v1/responses and /v1/messages.
+# A response_format with the schema next to the type, as in /v1/responses and /v1/messages.
 FLAT_FORMAT = FieldKind(STRUCTURED["response_format"].schema, _flat_format)
 
 
 def constraint_of(
     found: Mapping[str, Any], call_grammar: str | None = None
 ) -> tuple[SamplingFields, str]:
-    """The constraint, as fields of the wire's SamplingParams, and the client's field for it.
+    """The constraint, as fields of the message SamplingParams, and the client's field for it.
 
-    `call_grammar`: of a tool call that tool_choice forces. Raises InvalidRequest where the client
-    used two.
+    `call_grammar`: the grammar of tool calls, if any. Raises InvalidRequest if there are two
+    constraints.
     """
     given = {name: found[name] for name in STRUCTURED if found.get(name)}
     if call_grammar is not None:
@@ -146,9 +146,9 @@ def constraint_of(
 
 
 def lark_of(constraint: SamplingFields, param: str) -> str:
-    """The same as the right side of a rule in Lark, for a grammar that has it as a part.
+    """The constraint as the right side of a rule in Lark, to be part of a larger grammar.
 
-    Raises InvalidRequest for a schema that is none; `param`: the client's field.
+    Raises InvalidRequest for an invalid schema; `param`: the client's field.
     """
     ((way, source),) = constraint.items()
     match way:
@@ -163,7 +163,7 @@ def lark_of(constraint: SamplingFields, param: str) -> str:
 
 
 def _in_lark(match: re.Match[str]) -> str:
-    """What a regex between slashes has for these; another escaped character stays."""
+    """Escapes slashes and line breaks for a regex between slashes; other escapes are unchanged."""
     return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0])
 
 

@@ -1,1 +1,1 @@
-"""HTTP beneath the routes: connections, bodies, errors, event streams."""
+"""The HTTP layer below the routes: connections, bodies, errors, event streams."""

@@ -1,10 +1,10 @@
-"""Before every route: is this HTTP, our host, our page, and may this caller go in there?
+"""The checks before every route: valid HTTP, our host, our origin, and the caller's scope.
 
-    Host not ours ► 421     Origin not ours ► 403     no good credential ► 401     no scope ► 403
+    Host not ours ► 421     Origin not ours ► 403     no valid credential ► 401     no scope ► 403
 
-A page of a foreign site can make a browser send requests here: by a name of its own that resolves
-to this address (so foreign names in Host are refused, while an address cannot be rebound), or by a
-form (so a foreign Origin is refused). Sets the caller; knows which scope which path needs.
+A page of another site can make a browser send requests here: through a host name that resolves to
+this address (so foreign names in Host are refused; an address cannot be rebound), or through a form
+(so a foreign Origin is refused). Sets CALLER; maps paths to the scopes that they need.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .errors import Handler, Refusal
 
 LOGIN_PATH = "/dashboard/login"
 _OPEN = frozenset({"/live", "/ready", "/health", "/version", LOGIN_PATH})
-_SCOPE_OF = {  # by the path's first part; a route that is not listed here is an administrator's
+_SCOPE_OF = {  # by the path's first part; a route that is not listed here needs ADMIN
     "v1": INFER,
     "tokenize": INFER,
     "detokenize": INFER,
@@ -48,7 +48,7 @@ _ADMIN_PATHS = frozenset({"v1/load_lora_adapter", "v1/unload_lora_adapter"})
 
 
 class Access:
-    """The rules of one server. `keys` None: none are required."""
+    """The access rules of one server. `keys` None: no API key is required."""
 
     def __init__(
         self, keys: AcceptedKeys | None, sessions: BrowserSessions, config: GatewayConfig
@@ -61,7 +61,7 @@ class Access:
         self._names = {name.lower().rstrip(".") for name in names}
 
     def check_host(self, hosts: Sequence[str]) -> None:
-        """Raise Refusal unless the Host header is one that we go by."""
+        """Raise Refusal unless there is one Host header, with an allowed name or an IP address."""
         name = _hostname(hosts[0]) if len(hosts) == 1 else None
         if name is None or not (self._allows_all or name in self._names or _is_address(name)):
             raise Refusal(
@@ -73,7 +73,7 @@ class Access:
             )
 
     def check_origin(self, origins: Sequence[str], host: str) -> None:
-        """Raise Refusal where a page of another site sent the request."""
+        """Raise Refusal if a page of another site sent the request."""
         if not origins:
             return
         try:
@@ -84,14 +84,17 @@ class Access:
             raise Refusal(403, "foreign_origin", "requests of another site's pages are refused")
 
     def caller(self, request: web.Request) -> Caller:
-        """Raises Unauthenticated, PermissionDenied. A browser's session reads, and nothing else."""
+        """The caller of a request; a browser session may only GET and HEAD, with the scope METRICS.
+
+        Raises Unauthenticated, PermissionDenied.
+        """
         scope = _scope(request)
         if scope is None:
             return anyone("http")
         if self._keys is None:
             return anyone("http", _peer(request))
         shown = request.headers.getall("Authorization", [])
-        if request.path.startswith("/v1/messages"):  # Anthropic's clients show their key so
+        if request.path.startswith("/v1/messages"):  # Anthropic's clients send the key in X-Api-Key
             shown = [*shown, *(f"Bearer {k}" for k in request.headers.getall("X-Api-Key", []))]
         cookie = request.cookies.get(COOKIE)
         if not shown and cookie and scope == METRICS and request.method in ("GET", "HEAD"):
@@ -107,7 +110,7 @@ ACCESS = web.AppKey("access", Access)
 
 @web.middleware
 async def check_access(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The middleware: sets CALLER. Browsers without a session are shown the way to the login."""
+    """The middleware: sets CALLER. Browsers without a session are redirected to the login."""
     check_head(request)
     access = request.app[ACCESS]
     hosts = request.headers.getall("Host", [])
@@ -118,7 +121,7 @@ async def check_access(request: web.Request, handler: Handler) -> web.StreamResp
     except (Unauthenticated, PermissionDenied) as error:
         if isinstance(error, Unauthenticated) and request.path.rstrip("/") == "/dashboard":
             return web.Response(status=303, headers={"Location": LOGIN_PATH})
-        if _scope(request) == INFER:  # others are no calls: a scrape, a page, a probe
+        if _scope(request) == INFER:  # other paths are no calls: scrapes, pages, probes
             request.app[APP_STATE].door.count_refusal(anyone("http"), error)
         raise
     try:
@@ -134,7 +137,7 @@ def _scope(request: web.Request) -> str | None:
 
 
 def scope_of(path: str, *, exists: bool) -> str | None:
-    """The scope that a path needs; None: open to all, as is the answer that it does not exist."""
+    """The scope that a path needs; None: no scope, since it is open to all or does not exist."""
     if path in _OPEN:
         return None
     name = path.lstrip("/")
@@ -147,7 +150,7 @@ def _hostname(host: str) -> str | None:
     """The name or address in a Host header, lower case, without its port."""
     try:
         parts = urlsplit(f"//{host}")
-        _ = parts.port  # raises where it is none
+        _ = parts.port  # raises ValueError if it is invalid
     except ValueError:
         return None
     if parts.netloc != host or parts.username is not None or not parts.hostname:
@@ -156,7 +159,7 @@ def _hostname(host: str) -> str | None:
 
 
 def _peer(request: web.Request) -> str:
-    """Names the connection as long as it is open."""
+    """The peer's address, which identifies a connection while it is open; empty if it is closed."""
     transport = request.transport
     return "" if transport is None else str(transport.get_extra_info("peername"))
 

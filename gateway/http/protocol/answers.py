@@ -1,6 +1,6 @@
-"""What the HTTP front answers, as structs: encoded by msgspec, and the answers' part of OpenAPI.
+"""The response bodies of the HTTP front as msgspec structs, from which OpenAPI's schemas are made.
 
-A field that may be UNSET is left out then; all others are always there, if only as null.
+A field that is UNSET is omitted; all other fields are always present, if only as null.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 
 
 def json_text(answer: Any) -> str:
-    """In ASCII, as json.dumps writes it: readers that split a stream at U+2028 do not notice."""
+    """ASCII JSON, as json.dumps writes it, since some clients split a stream at U+2028."""
     text = _encoder.encode(answer).decode()
     return text if text.isascii() else _NOT_ASCII.sub(lambda m: json.dumps(m[0])[1:-1], text)
 
@@ -30,7 +30,7 @@ def json_text(answer: Any) -> str:
 def answer(
     body: Struct, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
-    """The whole answer of a route."""
+    """The JSON response of a route."""
     return web.json_response(body, status=status, headers=headers, dumps=json_text)
 
 
@@ -43,7 +43,7 @@ class CompletionDetails(Struct):
 
 
 class Usage(Struct):
-    """`completion_tokens_details`: of models that reason."""
+    """`completion_tokens_details`: only for models that reason."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -68,7 +68,7 @@ class ChatLogprobs(Struct):
 
 
 class CompletionLogprobs(Struct):
-    """Four lists, one item a token."""
+    """Four lists, with one item per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -77,18 +77,18 @@ class CompletionLogprobs(Struct):
 
 
 class PromptLogprob(Struct):
-    """vLLM's; `rank` is null for a token that is not among the likeliest that were requested."""
+    """In vLLM's format; `rank` is null for a token that is not among the requested top tokens."""
 
     logprob: float
     rank: int | None
     decoded_token: str
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # for each prompt token, by token id
 
 
 class Choice(Struct, kw_only=True):
-    """What a choice of either endpoint may have."""
+    """The fields that choices of both endpoints share."""
 
     index: int
     finish_reason: FinishReason | None = None
@@ -104,7 +104,7 @@ class CompletionChoice(Choice, kw_only=True):
 
 
 class Function(Struct):
-    """`name`: in the first delta of a call."""
+    """`name`: in a stream, only in the first delta of a call."""
 
     arguments: str
     name: str | UnsetType = UNSET
@@ -135,7 +135,7 @@ class ChatChoice(Choice, kw_only=True):
 
 
 class Answer(Struct, kw_only=True):
-    """What surrounds the choices, in a stream and in a whole answer. `usage`: there if whole."""
+    """The fields beside the choices, in a stream or a whole answer, which always has `usage`."""
 
     id: str
     created: int
@@ -212,7 +212,7 @@ class Status(Struct):
 
 
 class Load(Struct):
-    """`server_load`: calls in flight at this gateway; the rest is the whole deployment's."""
+    """`server_load`: calls in flight at this gateway; the other fields cover the deployment."""
 
     server_load: int
     num_requests_running: int

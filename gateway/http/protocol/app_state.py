@@ -1,4 +1,4 @@
-"""What the HTTP front stands on, in one value: given to every group of routes."""
+"""The gateway's parts that the HTTP front uses, as one value for every group of routes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ...telemetry.telemetry import Telemetry
 
 @dataclass(frozen=True, slots=True)
 class AppState:
-    """`is_ready`: a linked pair of engines can serve, and the gateway is not draining. `scope`:
-    whose calls the live page shows."""
+    """`is_ready`: a linked pair of engines can serve, and the gateway is not draining. `scope`: the
+    gateways whose calls the live page shows."""
 
     door: FrontDoor
     table: EngineTable
@@ -32,6 +32,6 @@ class AppState:
 
 
 APP_STATE = web.AppKey("parts", AppState)
-STREAM = web.RequestKey("stream", web.StreamResponse)  # what has been sent of an answer already
-CALLER = web.RequestKey("caller", Caller)  # set by the middleware that judges credentials
-AT_DOOR = web.RequestKey("at_door", bool)  # the front door has the call, and counts its end
+STREAM = web.RequestKey("stream", web.StreamResponse)  # set once a stream has begun
+CALLER = web.RequestKey("caller", Caller)  # set by check_access
+AT_DOOR = web.RequestKey("at_door", bool)  # the front door has the call and counts its end

@@ -1,8 +1,8 @@
-"""A request's body as a JSON object, or a refusal that names what is wrong with it.
+"""Reads a request's body as a JSON object, or raises an error that names what is wrong with it.
 
-Stricter than json.loads: no name twice in an object, no NaN, infinity or -0, no lone surrogate, no
-BOM, nothing behind the object. Reading stops at the cap, whatever the headers promise, and where
-all bodies that are read or wait to be parsed take too much memory together.
+Stricter than json.loads: no duplicate names in an object, no NaN, infinity or -0, no lone
+surrogate, no BOM, no data after the object. Reading stops at the cap, whatever the headers state,
+and when all bodies that are being read or wait to be parsed take too much memory together.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from .app_state import APP_STATE
 from .errors import Refusal
 
 MAX_BODY_BYTES = 4 << 20  # gRPC's cap
-MAX_BODIES_BYTES = 512 << 20  # of all that are not parsed yet, but for small ones
+MAX_BODIES_BYTES = 512 << 20  # of all unparsed bodies; a small body is accepted in any case
 MAX_BODY_S = 30.0
 _SMALL_BYTES = 64 << 10
-_LARGE_BYTES = 256 << 10  # parsed on a thread, one at a time: two would halve the loop's turns
+# Larger bodies are parsed on a thread, one at a time: two would halve the event loop's turns.
+_LARGE_BYTES = 256 << 10
 
 _T = TypeVar("_T")
 
 _BOM = b"\xef\xbb\xbf"
-_MAX_SHOWN = 64  # characters of a name
+_MAX_SHOWN = 64  # characters of a name in an error message
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Bodies:
-    """Those that are not parsed yet, of all calls of a server."""
+    """The total size of the bodies that are not parsed yet, over all calls of a server."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
 
     @contextmanager
     def one(self) -> Iterator[Callable[[int], None]]:
-        """Gives what to call with the number of bytes that came, for each part; it raises Refusal,
-        Overloaded."""
+        """Yields a function to call with the size of each received part of one body; it raises
+        Refusal, Overloaded."""
         num_bytes = 0
 
         def take(num_more: int) -> None:
@@ -66,7 +67,7 @@ BODIES = web.AppKey("bodies", Bodies)
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:
-    """Once the body is here, and it is the call's turn.
+    """Read the body, wait for the call's turn, and parse it.
 
     Raises Refusal (size, type, encoding of the body), Overloaded, or InvalidRequest (its content).
     """
@@ -82,7 +83,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
 
 
 async def in_time(reading: Awaitable[_T]) -> _T:
-    """What is read of a body; raises Refusal where it does not come."""
+    """Await the reading of a body; raises Refusal if it takes longer than MAX_BODY_S."""
     try:
         async with asyncio.timeout(MAX_BODY_S):
             return await reading
@@ -122,7 +123,7 @@ def _too_large() -> Refusal:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Raises InvalidRequest."""
+    """The JSON object in a body. Raises InvalidRequest."""
     if body.startswith(_BOM):
         raise InvalidRequest("the body begins with a byte order mark", code="invalid_encoding")
     try:
@@ -142,7 +143,7 @@ def _parse(text: str) -> Any:
             object_pairs_hook=_without_duplicates,
             parse_constant=_no_constant,
             parse_float=_float,
-            # A call for each integer: slow, and where others get their turns.
+            # Called for each integer: slow, but in a large body it lets other threads run.
             parse_int=_not_minus_zero if "-0" in text or len(text) > _LARGE_BYTES else None,
         )
     except json.JSONDecodeError as error:
@@ -162,7 +163,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two values with one name readers would take different ones."""
+    """Refuses duplicate names: parsers differ in which of the values they take."""
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
@@ -201,5 +202,5 @@ def _check_surrogates(value: Any) -> None:
     except UnicodeEncodeError:
         message = "the body has half of a surrogate pair"
         raise InvalidRequest(message, code="invalid_encoding") from None
-    except RecursionError:  # it could just be read
+    except RecursionError:  # json.loads took this depth, json.dumps does not
         raise _too_deep() from None

@@ -1,20 +1,20 @@
-"""What connections of the HTTP front may cost, and how bytes that are no HTTP are answered.
+"""The limits on connections of the HTTP front, and the answer to bytes that are not HTTP.
 
-    accepted ── HEAD_S to shake hands, over TLS, and HEAD_S to send what it wants, else closed
-             ── requests, IDLE_S apart at most
-    nothing of what waits for it taken for UNREAD_S: closed, by the kernel
-    one of more than there may be: 503 and closed, whatever it wanted; over TLS a few at once,
-                                   which shake hands for it, and the others closed
-    FIN while it waits for an answer: HalfClosed          FIN otherwise: closed
-Knows no route: what stands in a request is judged behind this.
+    accepted ── HEAD_S for the handshake, over TLS, and HEAD_S for the first head, else closed
+             ── then requests, at most IDLE_S apart
+    none of the bytes waiting for the client taken for UNREAD_S: closed, by the kernel
+    a connection beyond the limit: 503 and closed, whatever the request; over TLS only a few at
+                                   once do the handshake for this, the others are closed
+    FIN while the client waits for an answer: HalfClosed          FIN otherwise: closed
+Knows no route: the content of a request is checked later.
 
-A client that ended its direction of the connection while it waits for an answer: is it there?
+Is a client still there that closed its direction of the connection while it waits for an answer?
 
-    FIN ── our bytes ──┬─ taken: the client reads on (shutdown(SHUT_WR)), and gets its answer
-                       └─ RST: it closed the socket, or is no more; its request is cancelled
-The two look alike until something is sent, so something is sent: an interim answer before the
-answer's head, a comment in a stream of events. Behind other beginnings the rest is on its way.
-asyncio reads no more from such a connection, so the RST is looked for.
+    FIN ── our bytes ──┬─ taken: the client still reads (shutdown(SHUT_WR)), and gets its answer
+                       └─ RST: it closed the socket, or is gone; its request is cancelled
+The two look alike until bytes are sent, so a probe is sent: an interim response before the answer's
+head, a comment in a stream of events. Other answers that have begun are being sent anyway.
+asyncio no longer reads from such a connection, so the socket's state is polled for the RST.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ log = logging.getLogger(__name__)
 
 HEAD_S = 10.0  # from the connection to the end of its first request's head
 IDLE_S = 75.0  # from an answer to the end of the next head: longer than proxies keep connections
-UNREAD_S = 60.0  # in which a client takes something of what waits for it
+UNREAD_S = 60.0  # in which a client must take some of the bytes waiting for it
 MAX_CONNECTIONS = 8192
 MAX_HEAD_BYTES = 64 << 10  # of all headers
-MAX_HEADER_BYTES = 8190  # of one
-MAX_URL_BYTES = 8189  # another number: the parser names the limit that was passed, and not of what
+MAX_HEADER_BYTES = 8190  # of one header
+MAX_URL_BYTES = 8189  # a different number, since the parser's error names only the exceeded limit
 _LOG_EVERY_S = 10.0
 _LEAVING_S, _MAX_LEAVING = 0.25, 16
-_REFUSED_S = 1.0  # over TLS, its handshake included
-_TOO_MANY = "Too many headers received"  # aiohttp has no class of its own for it
+_REFUSED_S = 1.0  # of a refused connection over TLS, with its handshake
+_TOO_MANY = "Too many headers received"  # aiohttp has no exception class for it
 _FIRST_LOOK_S, _LOOK_S = 0.01, 0.05
-_PROBE_LOOKS = 20  # looks between two probes: who half-closes first may go away later
+_PROBE_LOOKS = 20  # looks between two probes: a half-closed client may still go away
 _TCP_CLOSE = 7  # tcpi_state, the first byte of the kernel's struct tcp_info
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-_COMMENT = b"3\r\n:\n\n\r\n"  # of server-sent events, as an HTTP chunk
+_COMMENT = b"3\r\n:\n\n\r\n"  # a comment of server-sent events, as an HTTP chunk
 
 
 def _refused() -> bytes:
@@ -65,13 +65,13 @@ def _refused() -> bytes:
     return head.encode() + body
 
 
-_REFUSED = _refused()  # whatever the request is: it is not read
+_REFUSED = _refused()  # the same for every request, which is not read
 
 
 class Connections:
-    """The protocol factory of one listening socket; `options` are aiohttp's, of each connection.
+    """The protocol factory of one listening socket; `options`: aiohttp's, for each connection.
 
-    `on_refused` is called for each that is one too many. `tls`: None for plain text.
+    `on_refused` is called for each connection beyond the limit. `tls`: None for plain text.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Connections:
         self._num_refused = 0
         self._logs_again_s = 0.0
         self.num_open = 0
-        self.num_leaving = 0  # refused, and not closed yet
+        self.num_leaving = 0  # refused connections that are not closed yet
 
     def __call__(self) -> asyncio.BaseProtocol:
         connection = _Connection(self, self._server, self._options)
         return connection if self._tls is None else _OverTls(self, connection, self._tls)
 
     def take(self, descriptor: int) -> bool:
-        """Whether one more may be open. If so, give it back."""
+        """Take a place for one more connection, to `give_back` later; False if there is none."""
         if self.num_open >= self._max or descriptors.is_among_last(descriptor):
             self._on_refused()
             self._num_refused += 1
@@ -121,8 +121,8 @@ class Connections:
 
 
 class _OverTls(SSLProtocol):
-    """TLS beneath a connection, which takes its place before the handshake: asyncio and uvloop,
-    given the context, would make the connection known behind it."""
+    """The TLS layer below a connection, which takes the connection's place before the handshake:
+    asyncio and uvloop, given the context, would report the connection only after it."""
 
     def __init__(
         self, connections: Connections, connection: _Connection, context: ssl.SSLContext
@@ -156,7 +156,7 @@ class _OverTls(SSLProtocol):
 
 
 class _Connection(web.RequestHandler):
-    """One client's. `is_refused`: what is beneath it found no place."""
+    """The connection of one client. `is_refused`: the TLS layer found no place for it."""
 
     __slots__ = (
         "_connections",
@@ -183,7 +183,7 @@ class _Connection(web.RequestHandler):
         super().connection_made(transport)
         plain = transport.get_extra_info("socket")
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_S))
-        is_over_tls = self.ssl_context is not None  # what is beneath it has asked for a place
+        is_over_tls = self.ssl_context is not None  # then _OverTls has asked for the place
         has_place = is_over_tls and not self.is_refused
         self._is_taken = not is_over_tls and self._connections.take(plain.fileno())
         loop = asyncio.get_running_loop()
@@ -193,12 +193,12 @@ class _Connection(web.RequestHandler):
         stream = cast(asyncio.Transport, transport)
         stream.write(_REFUSED)
         if stream.can_write_eof():
-            with contextlib.suppress(OSError):  # it has gone already
+            with contextlib.suppress(OSError):  # the client has gone already
                 stream.write_eof()
         if self._connections.num_leaving >= _MAX_LEAVING:
             self.force_close()
             return
-        # What it sent and nobody read would reset the connection, and the answer with it.
+        # Closing now, with unread input, would reset the connection, and the answer would be lost.
         self._connections.num_leaving += 1
         self._is_leaving = True
         self.close()
@@ -209,7 +209,7 @@ class _Connection(web.RequestHandler):
             self._head_timer.cancel()
         if self._half_closed is not None:
             self._half_closed.stop()
-            self._half_closed = None  # it has this connection
+            self._half_closed = None  # it refers to this connection
         if self._is_taken:
             self._is_taken = False
             self._connections.give_back()
@@ -219,7 +219,7 @@ class _Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether to leave our direction open: asyncio closes it otherwise, and with TLS always."""
+        """Whether to keep our direction open; asyncio closes it otherwise, and with TLS always."""
         if self._is_leaving or self._waiter is not None or self.ssl_context is not None:
             return False
         if self.transport is None:
@@ -229,12 +229,12 @@ class _Connection(web.RequestHandler):
         return True
 
     def _probe(self) -> bytes | None:
-        """What can be sent before the rest of what the client waits for; None: it gets nothing."""
+        """The probe to send before the rest of the answer; None: there will be no answer."""
         request = self._current_request
         if request is None:
             return b"" if self._waiter is None else None
         if not request.content.is_eof() or request.version < HttpVersion11:
-            return None  # its request never ends, or no probe can be sent
+            return None  # the request's body will never end, or no probe can be sent
         if not request.writer.output_size:
             return _INTERIM
         return b"" if request.get(STREAM) is None else _COMMENT
@@ -250,14 +250,14 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Like all our errors, and without the sender's bytes or a trace. Closes."""
+        """An error in our usual form, without the client's bytes or a trace. Closes."""
         if isinstance(exc, BadHttpMessage):
             log.info("a client's bytes are no HTTP request: %s", type(exc).__name__)
             refusal = _refusal(exc)
         else:
             log.error("an HTTP answer failed by a bug", exc_info=exc)
             refusal = Refusal(status, "internal", "internal error", is_fatal=True)
-        if request.writer.output_size > 0:  # an answer has begun: all that is left is to close
+        if request.writer.output_size > 0:  # an answer has begun: the connection can only be closed
             raise ConnectionError("the answer was cut off")
         response = error_response(refusal)
         response.headers["Server"] = "baton"
@@ -278,10 +278,10 @@ def too_large_head() -> Refusal:
 
 
 def check_head(request: web.BaseRequest) -> None:
-    """What aiohttp lets pass. Raises Refusal, behind which the connection is closed.
+    """Check what aiohttp does not. Raises Refusal, after which the connection is closed.
 
-    A transfer coding beside chunked would be read as if it were none, and HTTP/1.0 knows none: a
-    proxy before us may see the request's end elsewhere than we do.
+    aiohttp would ignore a transfer coding other than chunked, and HTTP/1.0 has none: a proxy in
+    front of us might see the request's end at another place than we do.
     """
     if not HttpVersion10 <= request.version <= HttpVersion11:
         raise Refusal(400, "bad_http", "HTTP/1.1 or HTTP/1.0 is spoken here", is_fatal=True)
@@ -295,13 +295,13 @@ def check_head(request: web.BaseRequest) -> None:
 
 
 class HalfClosed:
-    """Watches one connection from its FIN on. `stop` it when the connection is lost."""
+    """Watches one connection after the client's FIN, until `stop` or the connection's end."""
 
     def __init__(self, transport: asyncio.Transport, probe: Callable[[], bytes | None]) -> None:
         self._transport = transport
         self._probe = probe
         self._num_looks = 0
-        # What came with the FIN is on its way to its handler.
+        # A request that came with the FIN is still on its way to its handler.
         self._timer = asyncio.get_running_loop().call_later(_FIRST_LOOK_S, self._look)
 
     def stop(self) -> None:

@@ -1,8 +1,8 @@
-"""Around every route: failures become errors as OpenAI's clients read them, one body for all.
+"""The middleware around every route: turns failures into errors in the form of OpenAI's API.
 
 What only HTTP can refuse (a body's size, an unknown path) is a `Refusal`. A stream that has begun
-cannot change its status any more: its failure is its last event. An unknown path is answered with
-what is here instead, by names alone: which routes exist is app.py's.
+cannot change its status: its failure is sent as its last event. The error for an unknown path names
+what to use instead, from a table of names; the routes themselves are in app.py.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 REQUEST_ID_HEADER = "X-Request-ID"
-REQUEST_ID = web.RequestKey("request_id", str)  # the client's name for it, or ours
-NUM_EVENTS = web.RequestKey("num_events", int)  # that were sent, where events are numbered
+REQUEST_ID = web.RequestKey("request_id", str)  # the client's id of the request, or ours
+NUM_EVENTS = web.RequestKey("num_events", int)  # events sent, in streams that number them
 
 _LAST_WRITE_S = 0.25
-_MESSAGES, _RESPONSES = "/v1/messages", "/v1/responses"  # these write errors as their APIs do
+_MESSAGES, _RESPONSES = "/v1/messages", "/v1/responses"  # with the errors of their own APIs
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -54,7 +54,7 @@ _NO_FILES = "no files are taken: send requests one by one"
 _RUN_BATCH = f"{_NO_FILES}, or a file of them with `baton run-batch --url`"
 _OPERATED = "a deployment is operated with `baton` and its nodes' own flags, not over HTTP"
 
-# By the path behind a leading /v1, in its first part or two.
+# By the first one or two parts of the path after a leading /v1.
 _INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("chat", "api/chat", "interactions"), _CHAT),
     "messages/batches": _NO_FILES,
@@ -77,7 +77,7 @@ _INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("reset_prefix_cache", "flush_cache", "collective_rpc"), _OPERATED),
     **dict.fromkeys(("start_profile", "stop_profile"), _OPERATED),
 }
-_OURS = (  # which are asked for without /v1, or with one too many
+_OURS = (  # routes that clients request without /v1, or with one /v1 too many
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/models"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     *("/tokenize", "/detokenize", "/metrics", "/load", "/health"),
@@ -90,8 +90,8 @@ _ROUTES = (
 
 
 class Refusal(BatonError):
-    """A request that HTTP itself refuses. The connection is closed if `is_fatal`: its rest is not
-    worth reading."""
+    """A request that the HTTP layer refuses. `is_fatal`: the connection is closed, and the rest of
+    the request is not read."""
 
     def __init__(self, status: int, code: str, message: str, *, is_fatal: bool = False) -> None:
         super().__init__(message)
@@ -101,7 +101,7 @@ class Refusal(BatonError):
 
 
 def error_text(error: BatonError, path: str = "") -> str:
-    """`{"error": {"message", "type", "param", "code"}}`; Anthropic's has a `type` around it."""
+    """`{"error": {"message", "type", "param", "code"}}`; Anthropic's has an outer `type`."""
     status = error.http_status
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     details = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
@@ -124,7 +124,7 @@ def _error_event(error: BatonError, request: web.Request) -> str:
 
 
 def error_response(error: BatonError, path: str = "") -> web.Response:
-    """A whole answer; names when to try again where that can help."""
+    """The error as a whole response, with Retry-After if a retry can help."""
     headers: dict[str, str] = {}
     status = error.http_status
     if error.is_retryable and status in (429, 503):
@@ -144,9 +144,9 @@ def error_response(error: BatonError, path: str = "") -> web.Response:
 
 @web.middleware
 async def answering(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The outermost middleware."""
+    """The outermost middleware: turns exceptions into responses."""
     name = request.headers.get(REQUEST_ID_HEADER, "")
-    if is_label(name):  # others are not echoed, and refused where they would be used
+    if is_label(name):  # other ids are not echoed, and are refused where they are used
         request[REQUEST_ID] = name
     try:
         return await handler(request)
@@ -154,10 +154,10 @@ async def answering(request: web.Request, handler: Handler) -> web.StreamRespons
         return _routing_error(request, error)
     except BatonError as error:
         return await _refuse(request, error)
-    except ConnectionError:  # of the client's: it went away, and nobody reads what we answer
+    except ConnectionError:  # the client went away, and nobody reads the answer
         stream: web.StreamResponse | None = request.get(STREAM)
         return web.Response(status=Cancelled.http_status) if stream is None else stream
-    except Exception:  # the edge: a bug costs one call, and its text stays here
+    except Exception:  # a bug fails one call only, and its text is not sent
         log.exception("an HTTP call failed by a bug")
         return await _refuse(request, BatonError("internal error"))
 
@@ -167,11 +167,11 @@ async def _refuse(request: web.Request, error: BatonError) -> web.StreamResponse
     if stream is None:
         response = error_response(error, request.path)
         if request.app[APP_STATE].door.is_draining:
-            response.force_close()  # the next request finds another gateway
+            response.force_close()  # the next request goes to another gateway
         return response
     stream.force_close()
     try:
-        async with asyncio.timeout(_LAST_WRITE_S):  # whoever does not read receives nothing
+        async with asyncio.timeout(_LAST_WRITE_S):  # a client that does not read gets no event
             await stream.write(_error_event(error, request).encode())
             await stream.write_eof()
     except (TimeoutError, OSError):
@@ -181,7 +181,7 @@ async def _refuse(request: web.Request, error: BatonError) -> web.StreamResponse
 
 
 def _routing_error(request: web.Request, error: web.HTTPException) -> web.Response:
-    """For what aiohttp itself refuses: unknown paths and methods."""
+    """The response to what aiohttp itself refuses: unknown paths and methods."""
     path = request.raw_path[:_MAX_SHOWN_PATH]
     message, code = HTTPStatus(error.status).phrase, "http_error"
     if error.status == 404:
@@ -196,7 +196,7 @@ def _routing_error(request: web.Request, error: web.HTTPException) -> web.Respon
 
 
 def _what_exists(path: str) -> str:
-    """A sentence's second half, for people who looked for `path`."""
+    """The second half of the error message for an unknown `path`: what to use instead."""
     name = path.lower().strip("/")
     while name == "v1" or name.startswith("v1/"):
         name = name.removeprefix("v1").lstrip("/")
@@ -208,7 +208,7 @@ def _what_exists(path: str) -> str:
 
 
 async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """On every answer, errors too: what the client calls its request. Not what software we are."""
+    """Set the request's id on every response, errors too, and hide aiohttp's name and version."""
     response.headers["Server"] = "baton"
     if name := request.get(REQUEST_ID):
         response.headers[REQUEST_ID_HEADER] = name

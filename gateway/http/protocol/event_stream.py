@@ -1,6 +1,6 @@
-"""Server-sent events: a stream that begins with its first event and never runs ahead of its reader.
+"""Server-sent events: a stream that begins with its first event, and waits for a slow client.
 
-Headers go out with the first event, so a call that fails before it has a status of its own.
+Headers are sent with the first event, so a call that fails before it gets its own HTTP status.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from aiohttp import HttpVersion11, web
 
 from .app_state import STREAM
 
-# What may lie between us and the client before we notice that it does not read.
+# Bytes that may be buffered for a client before we notice that it does not read.
 _USER_BUFFER_BYTES = 16 << 10
 _SOCKET_BUFFER_BYTES = 64 << 10
 
-_quoted = json.encoder.encode_basestring_ascii  # what json.dumps does to a string, at once
+_quoted = json.encoder.encode_basestring_ascii  # what json.dumps calls for a string
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -27,18 +27,18 @@ _HEADERS = {
 
 
 class Burst:
-    """What one turn of the event loop writes to many streams, written together at its end.
+    """Collects what one turn of the event loop writes to many streams, and writes it at its end.
 
-    A client that reads several of them is woken once: a wake-up costs more than a write. So an
-    engine's step goes out at once, when all its tokens have been looked at; several steps that
-    were read together are one write to each stream.
+    A client that reads several streams is woken once: a wake-up costs more than a write. The tokens
+    of one engine step are thus written together, after all of them have been processed; several
+    steps that were read together become one write to each stream.
     """
 
     def __init__(self) -> None:
         self._streams: list[EventStream] = []
 
     def add(self, stream: EventStream) -> None:
-        """Before anything that is scheduled later runs, its transport has what waits."""
+        """Schedule the stream's write, which runs before any callback that is scheduled later."""
         if not self._streams:
             asyncio.get_running_loop().call_soon(self._write_all)
         self._streams.append(stream)
@@ -53,17 +53,17 @@ BURST = web.AppKey("burst", Burst)
 
 
 class EventStream:
-    """The answer to `request`. One task writes at a time."""
+    """The response to `request` as a stream of events. Only one task may write at a time."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
         self._burst = request.app[BURST]
         self._response: web.StreamResponse | None = None
-        self._chunked: asyncio.Transport | None = None  # takes HTTP/1.1 chunks, headers are out
+        self._chunked: asyncio.Transport | None = None  # for HTTP/1.1 chunks, after the headers
         self._waiting: list[str] = []  # events, until this turn of the loop ends
 
     async def send(self, events: str) -> None:
-        """Write whole events at once, and wait until the client has taken most of what waits."""
+        """Write whole events at once, and wait until the client has taken most buffered bytes."""
         if self._response is None:
             self._response = await self._begin()
         await self._response.write(events.encode())
@@ -82,13 +82,13 @@ class EventStream:
         )
 
     def send_now(self, events: str) -> None:
-        """Write whole events within this turn of the loop. Behind a `send` that has returned."""
+        """Write whole events in this turn of the loop. Only after a `send` has returned."""
         if not self._waiting:
             self._burst.add(self)
         self._waiting.append(events)
 
     def write_waiting(self) -> None:
-        """What `send_now` was given, as one HTTP chunk."""
+        """Write the events given to `send_now` as one HTTP chunk."""
         assert self._chunked is not None, "there is room in a stream that has begun"
         data = "".join(self._waiting).encode()
         self._waiting.clear()
@@ -96,7 +96,7 @@ class EventStream:
             self._chunked.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def end(self) -> web.StreamResponse:
-        """After the last event."""
+        """End the response, after the last event."""
         assert self._response is not None, "a stream has at least one event"
         await self._response.write_eof()
         return self._response
@@ -120,7 +120,7 @@ class EventStream:
 
 @dataclass(frozen=True, slots=True)
 class TextEvent:
-    """An event that only adds a text, as most do: what stands before and behind it."""
+    """An event that only adds a text, as most do: its parts before and after the text."""
 
     before: str
     behind: str
@@ -129,5 +129,5 @@ class TextEvent:
         return f"{self.before}{_quoted(text)}{self.behind}"
 
     def within(self, head: str, tail: str) -> TextEvent:
-        """With more around it."""
+        """The same event inside `head` and `tail`."""
         return TextEvent(head + self.before, self.behind + tail)

@@ -1,1 +1,1 @@
-"""One turn of a conversation as other APIs have it: OpenAI's Responses, Anthropic's messages."""
+"""Other APIs for one turn of a conversation: OpenAI's Responses, Anthropic's messages."""

@@ -1,4 +1,4 @@
-"""Anthropic's answers and events, as structs; names and orders are theirs."""
+"""Anthropic's response bodies and events as structs, with Anthropic's names and order of fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ StopReason = Annotated[
 
 
 class ContentBlock(Struct, kw_only=True):
-    """`text`; or `thinking`, with a signature that is empty; or `tool_use`, with the rest."""
+    """A `text`, a `thinking` with an empty signature, or a `tool_use` with the other fields."""
 
     type: Literal["text", "thinking", "tool_use"]
     text: str | UnsetType = UNSET
@@ -29,7 +29,7 @@ class ThinkingDetails(Struct):
 
 
 class MessageUsage(Struct, kw_only=True):
-    """`input_tokens`: those of the prompt that no prefix cache had."""
+    """`input_tokens`: the prompt tokens that were not in the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -54,7 +54,7 @@ class MessageTokens(Struct):
 
 
 class MessageEvent(Struct, kw_only=True):
-    """What all have, and ping and message_stop alone. The rest depends on the type."""
+    """The field of all events, the only one of ping and message_stop. Others depend on the type."""
 
     type: str
 

@@ -1,8 +1,8 @@
-"""The fields of Anthropic's /v1/messages as those of a chat.
+"""Converts the fields of Anthropic's /v1/messages to those of a chat request.
 
 system                                 the first message
-assistant   thinking, text, tool_use   one message, with reasoning and calls; a last one goes on
-user        tool_result, text          tools' messages, then the user's
+assistant   thinking, text, tool_use   one message, with reasoning and calls; if last, continued
+user        tool_result, text          tool messages, then a user message
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _turn(value: Any, name: str) -> list[Message]:
 
 
 def _blocks(value: Any, name: str) -> list[tuple[str, Mapping[str, Any], str]]:
-    """Of each block its type, itself, and its name."""
+    """For each block its type, the block itself, and its name in errors."""
     if not isinstance(value, list) or not value:
         raise invalid(name, "a text or a list of blocks")
     found = []
@@ -84,7 +84,7 @@ def _of_assistant(blocks: Sequence[tuple[str, Mapping[str, Any], str]], name: st
                 texts.append(STRING.read(block.get("text"), f"{where}.text"))
             case "thinking":
                 reasoning.append(STRING.read(block.get("thinking"), f"{where}.thinking"))
-            case "redacted_thinking":  # another server's: nobody can read it
+            case "redacted_thinking":  # from another server, and unreadable here
                 continue
             case "tool_use":
                 if not isinstance(block.get("input"), dict):
@@ -181,7 +181,7 @@ def _tool_choice(value: Any, name: str) -> tuple[ToolChoice, bool]:
 
 
 def _thinking(value: Any, name: str) -> dict[str, Any]:
-    """As fields of a chat."""
+    """The setting as fields of a chat request."""
     kind = value.get("type") if isinstance(value, dict) else None
     match kind:
         case "disabled":
@@ -203,7 +203,7 @@ _TYPED = record({"type": STRING.schema})
 _TEXT_OR_BLOCKS = {"anyOf": [STRING.schema, {"type": "array", "items": _TYPED, "minItems": 1}]}
 _MESSAGE = record({"role": {"enum": list(_ROLES)}, "content": _TEXT_OR_BLOCKS})
 _TOOL = record({"name": STRING.schema, "input_schema": {"type": "object"}})
-COUNTED: Mapping[str, FieldKind] = {  # what a prompt is made of
+COUNTED: Mapping[str, FieldKind] = {  # the fields that make the prompt
     "model": STRING,
     "messages": FieldKind(
         {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _MESSAGE}, _messages
@@ -261,10 +261,10 @@ NOT_SUPPORTED: Mapping[str, Unsupported] = {
 
 
 def chat_fields(found: Mapping[str, Any], follows: Collection[str]) -> dict[str, Any]:
-    """The same request as a chat's. A last message of the assistant is continued.
+    """The fields of the same request as a chat. A last message of the assistant is continued.
 
-    `follows`: which of the fields for reasoning this model can follow; clients send them to any
-    model, so others are dropped.
+    `follows`: the reasoning fields that have an effect with this model; others are dropped, since
+    clients send them to any model.
     """
     system = found.get("system")
     kept = {name: value for name, value in found.items() if name in _AS_IN_CHATS}

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API over a chat."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, implemented as a chat."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NAMES = {
 
 @ROUTES.post("/v1/messages")
 async def messages(request: web.Request) -> web.StreamResponse:
-    """Answer a conversation."""
+    """Generate the next turn of a conversation."""
     found = await read_body(request, FIELDS, REQUIRED, NOT_SUPPORTED)
     fields = _chat_fields(request.app, found)
     with renaming(_NAMES):
@@ -123,7 +123,7 @@ class _Message(Turn):
         return blocks.Stop("tool_use" if is_call else "end_turn", None)
 
     def _message_usage(self) -> blocks.MessageUsage:
-        """So far; what the prefix cache had is known at the end."""
+        """The usage so far; the cached tokens are known at the end."""
         usage = self._usage()
         num_cached = usage.prompt_tokens_details.cached_tokens
         found = blocks.MessageUsage(
@@ -137,7 +137,7 @@ class _Message(Turn):
 
 
 def _content(block: Block) -> blocks.ContentBlock:
-    """As much of it as there is."""
+    """The block in Anthropic's form, with its text so far."""
     match block.kind:
         case BlockKind.TEXT:
             return blocks.ContentBlock(type="text", text=block.text)

@@ -1,8 +1,8 @@
-"""The input of a /v1/responses request as messages of a chat, and its fields as a chat's.
+"""Converts the input of a /v1/responses request to chat messages, and its fields to a chat's.
 
-instructions, system and developer items in front    one system message
-reasoning, message, function_call items in a row     one assistant message
-function_call_output                                 a tool's message
+instructions, system and developer items at the start    one system message
+consecutive reasoning, message, function_call items      one assistant message
+function_call_output                                     a tool message
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..generate.request_fields import (
 )
 from ..generate.structured import FLAT_FORMAT, STRUCTURED
 
-_BETWEEN = "__"  # of a namespace and a function's name, as MCP's clients have it
+_BETWEEN = "__"  # joins a namespace and a function's name, as MCP clients do
 _TEXT_KINDS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 _text = partial(read_text, kinds=_TEXT_KINDS)
 
@@ -84,7 +84,7 @@ def _item(value: Any, name: str) -> Message:
 
 
 def joined(messages: Sequence[Message]) -> list[Message]:
-    """Assistant's messages in a row as one, and system's in front."""
+    """Merge consecutive assistant messages, and the system messages at the start."""
     found: list[Message] = []
     for role, run in itertools.groupby(messages, key=itemgetter("role")):
         if role == "assistant" or (role == "system" and not found):
@@ -105,8 +105,8 @@ def _as_one(run: Sequence[Message]) -> Message:
 
 
 def _tools(value: Any, name: str) -> Any:
-    """As a chat has them: what describes the function is one level deeper there, and there are no
-    namespaces."""
+    """The tools as in a chat request, where a function's fields are one level deeper and there are
+    no namespaces."""
     found = list(_functions(value, name))
     nested = [{"type": "function", "function": function} for function, _ in found]
     try:
@@ -124,7 +124,7 @@ def _tools(value: Any, name: str) -> Any:
 def _functions(
     value: Any, name: str, namespace: str | None = None
 ) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Of each function what describes it, and where it stands in the request."""
+    """The fields of each function, and its place in the request for errors."""
     if not isinstance(value, list):
         raise invalid(name, "a list of tools")
     for i, tool in enumerate(value):
@@ -147,7 +147,7 @@ def _functions(
 
 
 def _called(namespace: Any, function: Any, name: str) -> Any:
-    """What the model knows a function by."""
+    """The name by which the model calls a function."""
     if namespace is None:
         return function
     space = STRING.read(namespace, f"{name}.namespace")
@@ -155,7 +155,7 @@ def _called(namespace: Any, function: Any, name: str) -> Any:
 
 
 def namespaces(tools: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Of a request's own tools, by the name that the model knows: the namespace and the name."""
+    """The namespaces and names of a request's tools in namespaces, by the model's name for them."""
     return {
         f"{space['name']}{_BETWEEN}{tool['name']}": (space["name"], tool["name"])
         for space in tools
@@ -172,7 +172,7 @@ def _tool_choice(value: Any, name: str) -> ToolChoice:
 
 
 def _only(*harmless: str) -> FieldKind:
-    """A string that changes nothing."""
+    """A field that accepts only these strings, which change nothing."""
 
     def read(value: Any, name: str) -> Any:
         if STRING.read(value, name) not in harmless:
@@ -214,7 +214,7 @@ FIELDS: Mapping[str, FieldKind] = {
     ),
     "previous_response_id": string(128),
     "store": BOOLEAN,
-    "include": list_of(_only("reasoning.encrypted_content"), 16),  # none is encrypted
+    "include": list_of(_only("reasoning.encrypted_content"), 16),  # nothing is encrypted
     "stream_options": options(include_obfuscation=BOOLEAN),
     "chat_template_kwargs": VARIABLES,
     "enable_thinking": REASONING["enable_thinking"],
@@ -239,7 +239,7 @@ NOT_SUPPORTED: Mapping[str, Unsupported] = {
 
 
 def chat_fields(found: Mapping[str, Any], conversation: Sequence[Message]) -> dict[str, Any]:
-    """The same request as a chat's; the instructions stand before the whole conversation."""
+    """The fields of the same request as a chat; the instructions precede the whole conversation."""
     instructions = found.get("instructions")
     system = [{"role": "system", "content": instructions}] if instructions else []
     renamed = {

@@ -1,4 +1,4 @@
-"""The Responses API's answers and events, as structs; names and orders are OpenAI's."""
+"""The Responses API's bodies and events as structs, with OpenAI's names and order of fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Status = Annotated[
 
 
 class Part(Struct, kw_only=True):
-    """`output_text`, which alone has annotations and log-probabilities; or `reasoning_text`."""
+    """An `output_text`, which alone has annotations and logprobs, or a `reasoning_text`."""
 
     text: str
     type: Literal["output_text", "reasoning_text"]
@@ -21,7 +21,7 @@ class Part(Struct, kw_only=True):
 
 
 class Item(Struct, kw_only=True):
-    """One item of the output: a `message` and `reasoning` have `content`, a call the rest."""
+    """One item of the output: messages and reasoning have `content`, calls `call_id` to the end."""
 
     id: str
     type: str
@@ -57,7 +57,7 @@ class Incomplete(Struct):
 
 
 class ResponseBody(Struct, kw_only=True):
-    """What was asked for stands in it again; some as JSON, whose numbers may be of any size."""
+    """Repeats the request's fields, some of them as raw JSON, whose numbers may be of any size."""
 
     id: str
     object: Literal["response"] = "response"
@@ -92,7 +92,7 @@ class DeletedResponse(Struct):
 
 
 class Event(Struct, kw_only=True):
-    """What all have. The rest depends on the type."""
+    """The fields of all events. The others depend on the type."""
 
     type: str
     sequence_number: int = 0

@@ -1,8 +1,8 @@
-"""Responses behind their ids: the conversation for `previous_response_id`, and the answer itself.
+"""Stored responses by id: the conversation for `previous_response_id`, and the answer itself.
 
     tenant ── put(id, ...) ──► [oldest ... newest] ── messages(id), body(id) ──► of this tenant
-Bounded in bytes over all tenants: where it is full, the one with the most bytes loses its oldest.
-In this process's memory alone: no other gateway knows them, and a restart forgets them.
+Bounded in bytes over all tenants: when full, the tenant with the most bytes loses its oldest.
+Kept only in this process's memory: not shared with other gateways, and lost at a restart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ....core.errors import ResponseNotFound
 from ....core.ports import Clock
 from ..chat.messages import Message
 
-_ENTRY_BYTES = 512  # of each entry, beside its messages
+_ENTRY_BYTES = 512  # of each entry, beside its JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class _Entry:
 
 
 class ResponseStore:
-    """`max_bytes`: of all together; `ttl_s`: how long each is kept at most."""
+    """`max_bytes`: of all entries together; `ttl_s`: how long each entry is kept at most."""
 
     def __init__(self, clock: Clock, max_bytes: int, ttl_s: float) -> None:
         self._clock = clock
@@ -42,11 +42,11 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
-        """At most `max_bytes`."""
+        """The size of all entries, at most `max_bytes`."""
         return sum(self._bytes_of.values())
 
     def put(self, tenant: str, response_id: str, messages: Sequence[Message], body: bytes) -> None:
-        """Keep a response; one that is larger than all of the store is not kept."""
+        """Keep a response, unless it is larger than the whole store."""
         now_s = self._clock.monotonic_s()
         self._drop_expired(now_s)
         entry = _Entry(json.dumps(messages).encode(), body, now_s + self._ttl_s)
@@ -58,17 +58,17 @@ class ResponseStore:
         self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + entry.num_bytes
 
     def messages(self, tenant: str, response_id: str) -> list[Message]:
-        """The whole conversation, the answer its last message. Raises ResponseNotFound: foreign
-        ids, expired ones and such as never were look alike."""
+        """The whole conversation, the answer last. Raises ResponseNotFound, the same for other
+        tenants' ids, expired ids and unknown ids."""
         found: list[Message] = json.loads(self._entry(tenant, response_id).messages)
         return found
 
     def body(self, tenant: str, response_id: str) -> bytes:
-        """The answer as it was given, JSON. Raises ResponseNotFound."""
+        """The answer as it was sent, in JSON. Raises ResponseNotFound."""
         return self._entry(tenant, response_id).body
 
     def delete(self, tenant: str, response_id: str) -> None:
-        """Forget a response; those that went on from it stay. Raises ResponseNotFound."""
+        """Delete a response, but not those that continue it. Raises ResponseNotFound."""
         entry = self._entry(tenant, response_id)
         del self._of_tenant[tenant][response_id]
         self._uncount(tenant, entry)

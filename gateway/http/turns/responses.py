@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's Responses API over a chat."""
+"""/v1/responses: OpenAI's Responses API, implemented as a chat."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _ID_IN_PATH = {"previous_response_id": "response_id"}
 
 @ROUTES.post("/v1/responses")
 async def responses(request: web.Request) -> web.StreamResponse:
-    """Answer a conversation, and keep it for the next turn."""
+    """Generate the next turn of a conversation, and store it for the turn after."""
     body = await read_object(request)
     found = read_fields(body, FIELDS, NOT_SUPPORTED, REQUIRED)
     earlier: Sequence[Message] = ()
@@ -63,7 +63,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
 
 @ROUTES.get("/v1/responses/{response_id}")
 async def kept_response(request: web.Request) -> web.Response:
-    """A response that is kept, as it was answered."""
+    """A stored response, as it was sent."""
     for name in ("stream", "starting_after"):
         if request.query.get(name, "false") not in ("false", "0"):
             raise InvalidRequest(
@@ -78,7 +78,7 @@ async def kept_response(request: web.Request) -> web.Response:
 
 @ROUTES.delete("/v1/responses/{response_id}")
 async def delete_response(request: web.Request) -> web.Response:
-    """Forget a response."""
+    """Delete a stored response."""
     with renaming(_ID_IN_PATH):
         request.app[RESPONSE_STORE].delete(*_kept(request))
     return answer(items.DeletedResponse(request.match_info["response_id"]))
@@ -135,7 +135,7 @@ class _Response(Turn):
         return [self._text(block, "done", text=block.text), self._part("done", block), done]
 
     def _text(self, block: Block, what: str, **text: Any) -> Struct:
-        """The event on a block's text, `what`: delta or done."""
+        """The event for a block's text; `what`: delta or done."""
         where = {"item_id": _id(block), "output_index": block.index, **text}
         if block.kind is BlockKind.CALL:
             return items.ArgumentsEvent(type=f"response.function_call_arguments.{what}", **where)
@@ -159,7 +159,7 @@ class _Response(Turn):
     # --- whole ------------------------------------------------------------------------------------
 
     def body(self, result: RequestResult) -> items.ResponseBody:
-        """Keeps it too, before the client can go on with it."""
+        """The whole response, stored before the client can continue it."""
         is_cut = result.finish_reason is FinishReason.LENGTH
         body = self._body("incomplete" if is_cut else "completed")
         body.incomplete_details = items.Incomplete() if is_cut else None
@@ -196,7 +196,7 @@ class _Response(Turn):
         )
 
     def _item(self, block: Block, status: str) -> items.Item:
-        """As much of it as there is."""
+        """The block as an item of the output, with its text so far."""
         item = items.Item(id=_id(block), type=_TYPE[block.kind], status=status)
         if block.kind is BlockKind.CALL:
             item.call_id, item.name, item.arguments = _call_id(block), block.name, block.text
@@ -245,7 +245,7 @@ def _call_id(block: Block) -> str:
 
 
 def _message(block: Block) -> Message:
-    """As the next turn's template takes it."""
+    """The block as a message for the template of the next turn."""
     message: Message = {"role": "assistant", "content": ""}
     if block.kind is BlockKind.TEXT:
         message["content"] = block.text

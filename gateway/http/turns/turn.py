@@ -1,9 +1,9 @@
-"""One answer of a chat as a row of blocks, which the Responses API and Anthropic's messages share.
+"""One answer of a chat as a sequence of blocks, for the Responses API and Anthropic's messages.
 
     deltas   Reasoning "why"  Content "so "  Content "it is"  ToolDelta now {"zone": "UTC"}
     blocks   [ reasoning    ][ text                        ][ call                         ]
-A block begins with its first delta, and ends where one of another block comes or the answer ends.
-What is written of a block is the endpoint's.
+A block begins with its first delta, and ends when a delta of another block comes or the answer
+ends. The endpoint defines what is written for a block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BlockKind(enum.Enum):
 
 @dataclass(slots=True)
 class Block:
-    """`id`: 32 hex digits; `name`: of the function that is called."""
+    """`id`: 32 hex digits; `name`: of the function, if the block is a call."""
 
     kind: BlockKind
     index: int
@@ -46,32 +46,32 @@ class Block:
 
     @property
     def text(self) -> str:
-        """All of it so far; of a call the arguments' JSON."""
+        """The block's text so far; for a call, the arguments' JSON."""
         return "".join(self.pieces)
 
 
 class Turn(Chat):
-    """One answer of one sample. A subclass gives the events of a stream, and the whole answer."""
+    """One answer with one sample. A subclass defines a stream's events and the whole answer."""
 
     @abstractmethod
     def begun(self) -> Sequence[Struct]:
-        """Before any block. An event is a struct with a `type`."""
+        """The events before any block. An event is a struct with a `type`."""
 
     @abstractmethod
     def block_begun(self, block: Block) -> Sequence[Struct]:
-        """Before its first text."""
+        """The events before a block's first text."""
 
     @abstractmethod
     def block_grew(self, block: Block, text: str) -> Sequence[Struct]:
-        """More text of the block that began last."""
+        """The events for more text of the last block."""
 
     @abstractmethod
     def block_ended(self, block: Block, *, is_cut: bool) -> Sequence[Struct]:
-        """No more of it comes; `is_cut`: it is not whole."""
+        """The events at a block's end; `is_cut`: the block is incomplete."""
 
     @abstractmethod
     def ended(self, result: RequestResult) -> Sequence[Struct]:
-        """Behind all blocks."""
+        """The events after all blocks."""
 
     @abstractmethod
     def body(self, result: RequestResult) -> Struct:
@@ -138,7 +138,7 @@ class Turn(Chat):
 
 
 def call_arguments(text: str) -> dict[str, Any]:
-    """A call's arguments as an object; empty for what a model wrote that is none."""
+    """A call's arguments as an object; empty if the model's text is no JSON object."""
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
