@@ -136,7 +136,8 @@ def constraint_of(
     """
     given = {name: found[name] for name in STRUCTURED if found.get(name)}
     if call_grammar is not None:
-        given = {"tool_choice": {"grammar": call_grammar}} | given
+        name = "tool_choice" if "tool_choice" in found else "tools"
+        given = {name: {"grammar": call_grammar}} | given
     if len(given) > 1:
         _, second, *_ = given
         raise InvalidRequest(f"give one of {' and '.join(given)}", second, "invalid_value")

@@ -109,6 +109,13 @@ def test_what_makes_no_sense_is_refused(body: dict[str, Any], code: str, param: 
     assert (refused.value.code, refused.value.param) == (code, param)
 
 
+@pytest.mark.parametrize("given", ["tools", "tool_choice"])
+def test_calls_and_another_form_are_refused_by_the_fields_that_were_sent(given: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"give one of {given} and guided_regex") as refused:
+        constraint_of({"guided_regex": {"regex": "a"}, given: ()}, "start: A")
+    assert refused.value.param == "guided_regex"
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "param"),
     [
