@@ -49,14 +49,12 @@ from .floors.figures import ROOT, Figure, command_line, commit, machine, repeat_
 LINK_BYTES_PER_S = 391e9  # the rate of a plain 1 GiB copy over the 18 NVLinks of an H200
 _TOKENS_PER_BLOCK = 16
 _REPEATS = 15
-# For 1 GiB, and for as many tokens in 8 bits; with staging, 3.0 is one buffer of 256 MiB at 360
-# GB/s.
+# For 1 GiB, and for as many tokens in 8 bits; with staging, 3.0 is one buffer of 256 MiB at
 # 360 GB/s.
 _TARGETS_MS = {"8192 tokens, 2 MiB": 3.1, "8192 tokens, 8-bit": 1.8}
 _NCCL_TARGETS_MS = {"8192 tokens, 2 MiB": 3.6}
 # Blocks of 16 tokens: of Llama-3.1-8B, of a sixteenth of its layers or heads, and of the full model
 # with 8-bit values.
-# own with values of 8 bits.
 _LAYOUTS = {
     "2 MiB": KvLayout(32, 8, _TOKENS_PER_BLOCK, 128, torch.bfloat16),
     "128 KiB": KvLayout(2, 8, _TOKENS_PER_BLOCK, 128, torch.bfloat16),
