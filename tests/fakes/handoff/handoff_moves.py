@@ -194,8 +194,8 @@ class Moves:
         )
 
     def _cut(self, state: State) -> State:
-        """Drop all undelivered messages. (Delivery of some before the cut is an earlier state's
-        cut.)"""
+        """Drop all undelivered messages. (Messages that arrive before the cut are
+        delivered by earlier actions.)"""
         return state._replace(
             to_source=tuple(e for e in state.to_source if e[0] is not MESSAGE),
             to_puller=tuple(e for e in state.to_puller if e[0] is not MESSAGE),
