@@ -1,5 +1,5 @@
-"""Every route has bad requests: POSTs have rows of the table, the login has forms, and reads
-have unsupported input.
+"""Every route has bad requests: POSTs have rows of the table, the login has forms, and reads have
+unsupported input.
 """
 
 from __future__ import annotations
