@@ -8,7 +8,7 @@ and for a decode the KV of all positions; a prefill computes the LM head for the
 each prompt only. operations: 2 per weight and token, and 4 per head, dimension and query-key pair.
 Bandwidth and rate were measured with a large copy and a large GEMM, not taken from the data sheet.
 Weights in FP8 are a byte each, without scales; in int4 half a byte with their scales. The LM head
-is in bf16; the GEMMs are in bf16 for the LM head and for weights in int4.
+is not quantised: its GEMM is in bf16, as are all GEMMs with weights in int4.
 """
 
 from __future__ import annotations
