@@ -1,1 +1,1 @@
-"""What the project claims of its speed is measured here: docs/benchmarks.md."""
+"""Benchmarks behind every claim that the project makes about speed: docs/benchmarks.md."""

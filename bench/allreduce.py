@@ -1,9 +1,9 @@
-"""Sums over the GPUs of one engine: NCCL beside kernels over peer memory, in a CUDA graph.
+"""All-reduce over the GPUs of one engine: NCCL beside kernels over peer memory, in a CUDA graph.
 
 python -m baton.bench.allreduce [--ranks N] [--check] [--out FILE]
 
-One process a GPU, as an engine has them. Floor: what one GPU must receive, over its links.
-`--check` compares with a sum in float64 and times nothing.
+One process per GPU, as in an engine. The floor is the bytes that one GPU must receive over its
+links. `--check` compares with a sum in float64 and times nothing.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from baton.kernels.row_room import empty_rows
 from .floors.figures import ROOT, Figure, command_line, commit, machine, table
 from .floors.gpu_shapes import BYTES_PER_S
 
-_LINK_BYTES_PER_S = 390e9  # into one GPU, as measured for large copies
+_LINK_BYTES_PER_S = 390e9  # into one GPU, measured with large copies
 _SIZES = [4 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 2 << 20, 8 << 20]
 _ROWS = [(1, 4096), (64, 4096), (64, 8192)]
 _PRODUCTS = [(64, 4096, 2048), (64, 4096, 7168), (64, 8192, 2048), (64, 8192, 7168)]
-_WEIGHT_BYTES = 400 << 20  # of all weights of a graph: more than the L2 cache has
-_SUMS, _REPEATS = 40, 9  # a graph's, and its replays
+_WEIGHT_BYTES = 400 << 20  # all weights of a graph together: more than the L2 cache holds
+_SUMS, _REPEATS = 40, 9  # all-reduces in a graph, and replays of the graph
 _TARGETS_US = {32 << 10: 9.0, 512 << 10: 16.0}
 
 Sum = Callable[[Tensor], Tensor]
 
 
 class Rank:
-    """One GPU's process."""
+    """The process of one GPU."""
 
     def __init__(self, rank: int, size: int, port: int | None) -> None:
         self.store = make_store() if port is None else connect_store(port)
@@ -62,7 +62,7 @@ class Rank:
         self._communicator = communicator
 
     def meet(self, word: bytes = b"") -> list[bytes]:
-        """Wait for all ranks, on the host; the words of all."""
+        """A host-side barrier of all ranks; returns the word of each rank."""
         self._num_barriers += 1
         names = [f"bench/{self._num_barriers}/{rank}" for rank in range(self.size)]
         self.store.set(names[self.rank], word.hex())
@@ -70,7 +70,7 @@ class Rank:
         return [bytes.fromhex(self.store.get(name).decode()) for name in names]
 
     def sums(self, num_bytes: int) -> dict[str, Sum]:
-        """The ways to add up so many bytes."""
+        """The available all-reduce methods for a message of `num_bytes`."""
         nccl, peers = self._communicator, self._communicator._peers
         ways: dict[str, Sum] = {"NCCL": nccl.sum_by_nccl}
         if peers is not None and num_bytes <= MAX_BYTES:
@@ -79,14 +79,15 @@ class Rank:
         return ways
 
     def check(self) -> None:
-        """Every way over ragged shapes, types and many rounds; the same bits on all ranks."""
+        """Check every method over ragged shapes, dtypes and many rounds: all ranks get the same
+        bits."""
         for round_number in range(60):
             generator = torch.Generator().manual_seed(round_number)
             dtype = (torch.bfloat16, torch.float32, torch.float16)[round_number % 3]
             n = int(torch.randint(1, MAX_BYTES // 4, (1,), generator=generator)) >> (
                 round_number % 12
             )
-            if round_number % 2:  # as a model has them: several words go at once
+            if round_number % 2:  # as in a model: several words are reduced at once
                 n = -(-n // 16) * 16 - 1
             parts = [torch.randn(n + 1, generator=generator).to(dtype) for _ in range(self.size)]
             expected = torch.stack(parts).double().sum(0)
@@ -107,7 +108,7 @@ class Rank:
         self._check_mixed()
 
     def _check_norm(self) -> None:
-        """Sum, residual and norm in one kernel are what they are one after the other."""
+        """The fused all-reduce, residual and norm kernel gives the same as separate kernels."""
         peers, ops = self._communicator._peers, TritonOps()
         for num_rows, dim in ((1, 4096), (64, 4096), (64, 8192), (128, 5120), (3, 96)):
             generator = torch.Generator("cuda").manual_seed(dim)
@@ -125,7 +126,8 @@ class Rank:
             assert float(difference) < 3e-3
 
     def _check_sent(self) -> None:
-        """Products that send themselves, either way: the same bits as if the sum had sent them."""
+        """GEMMs that send their own output, by either method, give the same bits as a separate
+        all-reduce."""
         peers = self._communicator._peers
         if peers is None or torch.cuda.get_device_capability() != (9, 0):
             return
@@ -144,7 +146,8 @@ class Rank:
         *,
         in_parts: bool | None,
     ) -> None:
-        """In a graph, with ranks that are late. `in_parts` None: whichever way models go."""
+        """Check in a CUDA graph with ranks that are late. `in_parts` None: the method that models
+        choose."""
         communicator, ops, exchange = self._communicator, TritonOps(), peers.exchange
         bias = weight if self.rank == 0 else None
         found, expected = residual.clone(), residual.clone()
@@ -165,7 +168,7 @@ class Rank:
         with torch.cuda.graph(graph):
             normed = []
             for number in range(6):
-                if number % 3 == 1:  # the others follow the sum in front at once
+                if number % 3 == 1:  # the others follow at once, without a delay
                     torch.cuda._sleep((self.rank * 7 + number * 5) % 11 * 2000)
                 if number % 3 == 2:
                     peers.sum(other_kind, in_parts=number > 3)
@@ -180,7 +183,8 @@ class Rank:
             assert torch.equal(found, expected), (x.shape, in_parts)
 
     def _operands(self, num_rows: int, dim: int, num_inputs: int) -> tuple[Tensor, ...]:
-        """Vectors and a weight of this rank, the norm's weight and the residual stream of all."""
+        """This rank's inputs and weight; the norm's weight and the residual stream, equal on all
+        ranks."""
         ours = torch.Generator("cuda").manual_seed(self.rank)
         all_ = torch.Generator("cuda").manual_seed(dim)
         like = {"device": "cuda", "dtype": torch.bfloat16}
@@ -190,7 +194,7 @@ class Rank:
         return x, product_weight, weight, torch.randn(num_rows, dim, generator=all_, **like)
 
     def _check_graph(self) -> None:
-        """Captured sums follow what their input holds at each replay."""
+        """Captured all-reduces read what their input holds at each replay."""
         x = torch.zeros(3000, device="cuda", dtype=torch.bfloat16)
         for name, add_up in self.sums(x.nbytes).items():
             add_up(x.clone())
@@ -203,8 +207,8 @@ class Rank:
                 assert all(bool((y == value * self.size).all()) for y in out), name
 
     def _check_mixed(self) -> None:
-        """Sums of all kinds and sizes one behind the other, with ranks that are late: the same bits
-        as in their order."""
+        """All-reduces of mixed kinds and sizes in sequence, with ranks that are late, give the same
+        bits as a sum in rank order."""
         peers = self._communicator._peers
         if peers is None:
             return
@@ -238,12 +242,12 @@ class Rank:
                 assert torch.equal(one, other), (replay, index)
 
     def measure(self, num_bytes: int) -> dict[str, tuple[float, ...]]:
-        """Microseconds of one sum, by the way it is made."""
+        """Microseconds of one all-reduce, by method."""
         x = torch.randn(num_bytes // 2, device="cuda", dtype=torch.bfloat16)
         return {name: self._time_us(add_up, x) for name, add_up in self.sums(num_bytes).items()}
 
     def measure_norm(self, num_rows: int, dim: int) -> dict[str, tuple[float, ...]]:
-        """Microseconds of a sum that is added to the residual stream and normed."""
+        """Microseconds of an all-reduce with residual addition and norm, by method."""
         communicator, ops = self._communicator, TritonOps()
         x = torch.randn(num_rows, dim, device="cuda", dtype=torch.bfloat16)
         residual, weight = torch.randn_like(x), torch.rand_like(x[0])
@@ -263,11 +267,12 @@ class Rank:
     def measure_product(
         self, num_rows: int, dim: int, num_inputs: int
     ) -> dict[str, tuple[float, ...]]:
-        """Microseconds of a product, its sum, residual and norm; of one that sends itself."""
+        """Microseconds of a GEMM with all-reduce, residual and norm; and of a GEMM that sends its
+        output."""
         communicator, ops = self._communicator, TritonOps()
         x, *weights, weight, residual = self._operands(num_rows, dim, num_inputs)
         weights += [torch.randn_like(weights[0]) for _ in range(_WEIGHT_BYTES // weights[0].nbytes)]
-        turns = itertools.cycle(weights)  # so that none is in a cache
+        turns = itertools.cycle(weights)  # so that no weight is in a cache
 
         def one_by_one(x: Tensor) -> Tensor:
             product = ops.linear(x, next(turns), None)
@@ -301,7 +306,7 @@ class Rank:
 
 
 def figures_of(rank: Rank) -> list[Figure]:
-    """All sizes and ways; of rank 0, though all ranks measure."""
+    """The figures of all sizes and methods, from rank 0; all ranks measure."""
     figures = []
     for num_bytes in _SIZES:
         floor_us = num_bytes * 2 * (rank.size - 1) / rank.size / _LINK_BYTES_PER_S * 1e6
@@ -325,7 +330,7 @@ def figures_of(rank: Rank) -> list[Figure]:
 
 
 def main(argv: list[str]) -> int:
-    """Start the other ranks, check or measure, print, write."""
+    """Start the other ranks, check or measure, print the figures and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--check", action="store_true")

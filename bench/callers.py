@@ -1,10 +1,10 @@
-"""What bulk callers cost one who asks little: TTFT at one GPU's engine, and what the bulk gets.
+"""The cost of bulk callers for a light caller: its TTFT at one GPU's engine, and bulk throughput.
 
 python -m baton.bench.callers [--shape NAME]      printed, and written to bench/results/callers.json
 
 Ten callers keep 40 prompts each waiting, of 3000 to 8192 tokens; an eleventh sends prompts of 4 to
-64, five a second. The engine is this process's own and no hand-off follows: a first token counts
-once its step is collected. The bound is 3 x the idle TTFT of 64 tokens and the longest bulk step.
+64 tokens, five per second. The engine runs in this process without hand-offs: TTFT ends when the
+step is collected. The bound is 3 x the idle TTFT of 64 tokens plus the longest bulk step.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _NUM_BULK, _WAITING_EACH, _BULK_TOKENS = 10, 40, (3000, 8192)
 _LIGHT, _LIGHT_TOKENS, _LIGHT_PER_S = 10, (4, 64), 5.0
 _CHUNK_TOKENS = 8192
 _LOOK_S = 0.0002
-_NEVER_WAITS = 1.0  # of a step: what comes behind it is launched at once
+_NEVER_WAITS = 1.0  # share of a step: the next step is launched a whole step early, at once
 
 
 class CallerLoad:
-    """One engine, and all who call it."""
+    """One engine and all its callers."""
 
     def __init__(self, local: LocalEngine, vocab: int) -> None:
         self._engine = local.engine
@@ -67,7 +67,7 @@ class CallerLoad:
             yield at_s
 
     def idle_s(self, length: tuple[int, int]) -> float:
-        """The median TTFT of a prompt that is alone."""
+        """The median TTFT of a prompt on the idle engine."""
         took_s = []
         for _ in range(9):
             begin_s = time.perf_counter()
@@ -78,7 +78,7 @@ class CallerLoad:
         return sorted(took_s)[4]
 
     def run(self, seconds: float) -> tuple[list[float], float]:
-        """(the light caller's TTFTs in order of length, bulk tokens a second)."""
+        """(the light caller's TTFTs in ascending order, bulk prompt tokens per second)."""
         engine, ttfts_s, num_bulk = self._engine, [], 0
         for caller_id in range(_NUM_BULK):
             for _ in range(_WAITING_EACH):
@@ -114,7 +114,7 @@ class CallerLoad:
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print, write."""
+    """Measure, print the figures and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each run")
@@ -132,7 +132,7 @@ def main(argv: list[str]) -> int:
         enable_prefix_caching=False,
     )
     callers = CallerLoad(LocalEngine.load(config, print), shape.vocab)
-    callers.run(5.0)  # the engine learns what steps take
+    callers.run(5.0)  # the engine fits its step cost model
     bound_s = 3 * callers.idle_s((64, 64)) + callers.idle_s((_CHUNK_TOKENS, _CHUNK_TOKENS))
     early = engine._EARLY
     found: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""`make bench`: every figure that a CPU can give, printed and written to bench/results/cpu.json.
+"""`make bench`: all figures that a CPU can measure, printed and written to bench/results/cpu.json.
 
 python -m baton.bench.cpu [family ...]     all of them without arguments
 """
@@ -36,7 +36,7 @@ FAMILIES: dict[str, Callable[[], list[Figure]]] = {
 
 
 def main(wanted: Sequence[str]) -> int:
-    """Measure one family after the other; only a whole run is written to the results."""
+    """Measure one family after the other; the results are written only if all families ran."""
     if unknown := set(wanted) - set(FAMILIES):
         print(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
         return 2

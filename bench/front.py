@@ -1,9 +1,9 @@
-"""`python -m baton.bench.front [part ...]`: a gateway's fronts beside the libraries they stand on.
+"""`python -m baton.bench.front [part ...]`: a gateway's fronts beside the libraries they use.
 
-    generator ◄── gateway ◄── one process that plays prefill and decode
-    generator ◄── bare server of the library                 (the ceiling, measured in turn with it)
-All on this machine's cores; each is a process. Without arguments all parts are measured and written
-to bench/results/front.json.
+    generator ◄── gateway ◄── one process that simulates prefill and decode
+    generator ◄── bare server of the library           (the upper bound, measured alternately)
+All run on this machine's cores; each is a process. Without arguments all parts are measured and
+written to bench/results/front.json.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ Nodes = Callable[..., AbstractContextManager[None]]
 
 
 def throughput() -> list[Figure]:
-    """Messages and tokens a second, the gateways' and the bare server's in turn."""
+    """Messages and tokens per second, of the gateways and the bare server alternately."""
     figures = []
     for front, words in FRONTS.items():
-        plan = LoadPlan(front, "", NUM_STREAMS, rounds=2)  # the first warms up
+        plan = LoadPlan(front, "", NUM_STREAMS, rounds=2)  # the first round warms up
         with (
             bare(front) as floor,
             gateway() as alone,
@@ -86,7 +86,7 @@ def _per_s(rounds: Sequence[Any], unit: str) -> list[float]:
 
 
 def latency() -> list[Figure]:
-    """From an engine's step to the client, at half of what the gateway can do."""
+    """Time from an engine's step to the client, at half of the gateway's throughput."""
     figures = []
     for front, words in FRONTS.items():
         with gateway() as through:
@@ -113,7 +113,8 @@ def latency() -> list[Figure]:
 
 
 def stalled() -> list[Figure]:
-    """What streams that nobody reads cost the others, and the gateway in memory."""
+    """The effect of streams that no client reads on the other streams and on the gateway's
+    memory."""
     figures = []
     pace = ("--step-s", str(_STALL_STEP_S))
     with gateway(*pace) as through:
@@ -143,7 +144,7 @@ def stalled() -> list[Figure]:
 
 
 def overload() -> list[Figure]:
-    """Goodput of a prefill engine of fixed speed, offered what it can do and far more."""
+    """Goodput of a prefill engine of fixed speed, at and far above its capacity."""
     pace = ("--prefill-tokens-per-s", str(_CAPACITY_RPS * _PROMPT_TOKENS), "--step-s", "0.01")
     figures = []
     for front in FRONTS:
@@ -153,7 +154,7 @@ def overload() -> list[Figure]:
 
 
 def overload_cluster() -> list[Figure]:
-    """The same of real engines on these cores, whose speed is found out first."""
+    """The same with real engines on these cores, whose capacity is measured first."""
     with gateway(options=_MAX_WAIT, nodes=_real_nodes) as through:
         plan = LoadPlan("sse", "", 8, num_tokens=20, rounds=4, prompt_tokens=_PROMPT_TOKENS)
         seconds = [found["seconds"] for found in load(plan, through)[1:]]
@@ -164,7 +165,7 @@ def overload_cluster() -> list[Figure]:
 def _offered(
     what: str, front: str, through: Mapping[str, str], capacity_rps: float
 ) -> list[Figure]:
-    """Goodput and refusals at so many times the capacity."""
+    """Goodput and refusals at multiples of the capacity."""
     good_rps, refused_ms = {}, {}
     for times in (0.8, 1.0, 2.0, 10.0):
         plan = LoadPlan(
@@ -194,7 +195,7 @@ def _offered(
 
 
 def _is_good(stream: Any) -> bool:
-    """It ended well, and began within the SLO."""
+    """Whether the stream ended without an error and its TTFT met the SLO."""
     times_s = stream["times_s"]
     return not stream["error"] and times_s[0] - stream["sent_s"] <= TTFT_SLO_S
 
@@ -208,13 +209,13 @@ def _gaps_ms(rounds: Sequence[Any]) -> list[float]:
 
 
 def _rss_mb(pid: int) -> float:
-    """Resident memory now."""
+    """The current resident memory."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def _delays_ms(rounds: Sequence[Any], log: Path) -> list[float]:
-    """Of every token, when the client had it less when it went out."""
+    """For every token, the time from sending at the engine to arrival at the client."""
     sent = json.loads(log.read_text())
     found = []
     for stream in rounds[0]["streams"]:
@@ -231,7 +232,8 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def load(plan: LoadPlan, server: Mapping[str, str]) -> list[Any]:
-    """What a generator with this plan saw of a server, as `gateway` yields one, round by round."""
+    """The streams that a generator with this plan recorded, round by round; `server` as yielded by
+    `gateway`."""
     fields = asdict(plan) | {"address": server[plan.front], "taken": server.get("taken", "")}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seen.json"
@@ -247,7 +249,7 @@ def load(plan: LoadPlan, server: Mapping[str, str]) -> list[Any]:
 
 @contextmanager
 def bare(front: str, *options: str) -> Iterator[str]:
-    """A server of the library alone; yields its address."""
+    """A bare server of the library; yields its address."""
     with child("-m", "baton.bench.played.front_floor", front, *options) as line:
         yield line.split()[-1]
 
@@ -273,8 +275,8 @@ def _real_nodes(redis_url: str, *_: str) -> Iterator[None]:
 def gateway(
     *pace: str, options: Sequence[str] = (), nodes: Nodes = _played_nodes
 ) -> Iterator[dict[str, str]]:
-    """A gateway with nodes of this pace behind it, ready; yields its address by front, its pid, and
-    where its clients count the tokens that they have taken."""
+    """A gateway with nodes of this pace, ready; yields its address by front, its pid, and the file
+    in which its clients count the tokens that they have received."""
     ports = ("--grpc-port", "0", "--http-port", "0")
     with RedisServer.start() as redis, tempfile.TemporaryDirectory() as folder:
         taken = str(Path(folder) / "taken")
@@ -303,7 +305,7 @@ def _wait_ready(url: str) -> None:
 
 @contextmanager
 def child(*arguments: str) -> Iterator[str]:
-    """A Python process; yields its id and its `ready:` line."""
+    """A Python process; yields its pid and its `ready:` line."""
     process = subprocess.Popen(
         bound_to_us([sys.executable, *arguments], signal.SIGTERM),
         stdout=subprocess.PIPE,
@@ -335,7 +337,7 @@ PARTS: dict[str, Callable[[], list[Figure]]] = {
 
 
 def main(wanted: Sequence[str]) -> int:
-    """Measure; only a whole run is written."""
+    """Measure; the results are written only if all parts ran."""
     where = machine()
     measured = {}
     for part in wanted or PARTS:

@@ -1,14 +1,14 @@
-"""What one GPU gives through the real engine: scheduler, runner and sampler, beside its floors.
+"""One GPU through the real engine (scheduler, runner, sampler), beside its floors.
 
 python -m baton.bench.gpu [--shape NAME] [--tp N] [--pp N] [--part-of N] [--only NAME...]
                           [--growth] [--load] [--quantization fp8|fp8-block|int4]
                           [--kv-cache-dtype fp8]
 
-A decode's context is reserved and started as a hand-off would do it, over KV of random numbers, so
-no prefill is waited for. A step is timed by the wall in steady state, its time on the GPU by
-events around the replayed graph. A prefill is timed as an idle engine meets it, a second after the
-one before; back to back the card's power limit slows it down, which is told beside it. Queued:
-so many batches of prompts are there at once that the ends of a pipeline count for little.
+A decode's context is reserved and started as after a hand-off, over KV of random tokens, so no
+prefill is needed. A step is timed by wall clock in steady state, its time on the GPU by events
+around the replayed graph. A prefill is timed on an idle engine, a second after the previous one;
+back to back, the card's power limit slows it down, which is a figure of its own. Queued: many
+batches of prompts arrive at once, so that filling and draining a pipeline matters little.
 
 A decode step of an engine with stages is the time in which each sequence gets a token.
 """
@@ -44,8 +44,8 @@ from .floors.gpu_start import start_up, write_checkpoint
 _WARMUP_STEPS, _STEPS, _REPEATS = 6, 12, 5
 _NUM_KERNELS, _NAME_CHARS = 20, 80
 _QUEUED_BATCHES, _QUEUED_REPEATS = (8, 20), 3
-_PAUSE_S = 1.0  # in which the card cools down from a prefill
-# What the project wants on an H200 with the 8B shape, in ms.
+_PAUSE_S = 1.0  # lets the card cool down after a prefill
+# The project's targets on an H200 with the 8B shape, in ms.
 _TARGETS = {
     "decode 1 x 1024": 4.3,
     "decode 64 x 4096": 12.8,
@@ -89,7 +89,7 @@ _TARGETS_IN_BLOCKS = _TARGETS_IN_FP8 | {
     "prefill 16 x 512": 110.0,
 }
 _TARGETS_WITH_KV_IN_FP8 = _TARGETS_IN_FP8 | {"decode 64 x 4096": 7.2, "decode 256 x 1024": 9.0}
-# On H200s, by shape, quantization, type of the KV and GPUs.
+# Targets on H200s, by shape, quantisation, KV cache dtype and number of GPUs.
 _TARGETS_OF = {
     ("llama-3.1-8b", None, "auto", 1): _TARGETS,
     ("llama-3.1-8b", None, "auto", 2): {"decode 64 x 4096": 7.2},
@@ -104,7 +104,7 @@ _TARGETS_OF = {
 }
 _DECODES = [(1, 1024), (64, 2048), (64, 4096), (256, 1024)]
 _PREFILLS = [(1, 128), (1, 512), (1, 1024), (1, 8192), (16, 512)]
-_MIXED = [  # decodes, their context, tokens of a prompt, those before them
+_MIXED = [  # decodes, their context, tokens of a prompt chunk, tokens before the chunk
     (64, 2048, 256, 1024),
     (64, 2048, 512, 1024),
     (64, 2048, 256, 8192),
@@ -118,7 +118,7 @@ _GROWTH = [(batch, 1024) for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)] + [
 
 
 class GraphClock:
-    """Events around every replay of a decode graph, while it is entered."""
+    """A context manager that records events around every replay of a decode graph."""
 
     def __init__(self) -> None:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -168,7 +168,8 @@ class Bench:
         self._fill_pools(local)
 
     def _fill_pools(self, local: LocalEngine) -> None:
-        """The KV of some real tokens in all blocks of all ranks: nothing is timed over zeros."""
+        """Fill all blocks of all ranks with the KV of real tokens, so that nothing is timed over
+        zeros."""
         engine, size = self._engine, self._engine.limits.block_size
         request = self._request(8 * size, 2)
         engine.add(request, hold=True)
@@ -184,8 +185,8 @@ class Bench:
         engine.abort(request.key)
 
     def _request(self, num_tokens: int, max_tokens: int) -> Request:
-        """Sampled where there are experts: the likeliest tokens of random weights are few, and so
-        are the experts that they choose."""
+        """Models with experts sample: greedy tokens of random weights are few, and would choose few
+        experts."""
         self._num_requests += 1
         prompt = tuple(self._rng.randrange(self._shape.vocab) for _ in range(num_tokens))
         temperature = 0.0 if self._loads is None else 1.0
@@ -195,8 +196,8 @@ class Bench:
         return Request(f"{self._num_requests:032x}", 0, prompt, sampling)
 
     def prefill(self, num_prompts: int, num_tokens: int) -> Iterator[Figure]:
-        """Time until prompts that arrive together have been computed: at an idle engine, back to
-        back, and of several that are one batch's, a batch of a queue."""
+        """Time to compute prompts that arrive together: on an idle engine, back to back, and, for a
+        batch of several prompts, per batch in a queue of batches."""
         self._prefill_ms(num_prompts, num_tokens)
         samples = []
         for _ in range(_REPEATS):
@@ -229,14 +230,15 @@ class Bench:
         return (time.perf_counter() - begin_s) * 1e3
 
     def decode(self, batch: int, context: int) -> list[Figure]:
-        """Wall time a step, time of a step that is not on the GPU, experts that it touches."""
+        """Wall time of a step, the part of it that is not on the GPU, and the experts that it
+        activates."""
         engine = self._engine
         requests = [self._request(context - _WARMUP_STEPS, 200) for _ in range(batch)]
         for request in requests:
             engine.reserve(request)
             reservation = engine.next_reservation()
             assert reservation is not None, "the pool is too small for this"
-            # Tokens that differ choose different experts.
+            # Different tokens choose different experts.
             engine.start(reservation, token_id=self._rng.randrange(self._shape.vocab))
         with GraphClock() as clock:
             for _ in range(_WARMUP_STEPS):
@@ -250,7 +252,7 @@ class Bench:
             engine.abort(request.key)
         while engine.has_work:
             engine.step()
-        parts = self._num_stages  # each of them reads the weights
+        parts = self._num_stages  # each stage reads its weights in a step
         floor_ms = parts * self._shape.decode_floor_ms(batch // parts, context)
         figures = [self._figure(name, samples, floor_ms, batch)]
         if self._num_stages == 1:
@@ -260,7 +262,8 @@ class Bench:
         return [*figures, *touched]
 
     def _touched(self, name: str, batch: int) -> list[Figure]:
-        """Experts of each layer that one more step chooses, beside what uniform routing would."""
+        """Experts per layer that one more step chooses, beside the expectation of uniform
+        routing."""
         if self._loads is None:
             return []
         torch.cuda.synchronize()
@@ -272,8 +275,8 @@ class Bench:
         return [Figure(f"{name}: experts touched", "", by_layer, uniform, "uniform routing")]
 
     def mixed(self, batch: int, context: int, num_tokens: int, prompt_context: int) -> Figure:
-        """Wall time of a step of decodes with a part of a prompt behind them, one after the other,
-        each launched while the one before is on the GPU. The runner's: nothing is scheduled."""
+        """Wall time of a step with decodes and a prompt chunk. Steps run in sequence, each launched
+        while the previous one is on the GPU, directly by the runner without a scheduler."""
         size, limits = self._engine.limits.block_size, self._engine.limits
         longest = max(context, prompt_context + num_tokens) // size + 1
         tables = [
@@ -303,7 +306,8 @@ class Bench:
         return self._figure(name, samples[1:], floor_ms, batch + num_tokens)
 
     def _step_ms(self, batch: int) -> float:
-        """Until each sequence has a token more: in stages, one step of each part of them."""
+        """Time for one more token per sequence; with stages, one step of each part of the
+        sequences."""
         begin_s, num_tokens = time.perf_counter(), 0
         while num_tokens < _STEPS * batch:
             num_tokens += len(self._engine.step().tokens)
@@ -311,8 +315,8 @@ class Bench:
         return (time.perf_counter() - begin_s) / _STEPS * 1e3
 
     def _print_kernels(self, name: str, step: Callable[[], object]) -> None:
-        """What a step has on this rank's GPU, and how much later each kernel ended than those in
-        front of it: one that is launched early waits for these as long as they run."""
+        """Print the kernels of a step on this rank's GPU and how much later each ended than all
+        before it: a kernel that is launched early waits for the previous ones."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(_STEPS):
                 step()
@@ -332,7 +336,7 @@ class Bench:
             print(f"{us / _STEPS:9.1f} us {each:7.1f} x {kernel[:_NAME_CHARS]}")
 
     def _figure(self, name: str, samples: list[float], floor_ms: float, num_tokens: int) -> Figure:
-        """`floor_ms` is that of one GPU."""
+        """`floor_ms` is the floor on one GPU."""
         num_gpus = self._tp * self._num_stages
         kind = (self._shape.name, self._shape.quantization, self._kv_dtype, num_gpus)
         has_targets = self._num_stages == 1 and "H200" in torch.cuda.get_device_name()
@@ -344,13 +348,13 @@ class Bench:
 
 
 def chosen(kind: str, cases: list[tuple[int, int]], only: list[str]) -> list[tuple[int, int]]:
-    """The cases that are asked for, each once; all without `only`."""
+    """The selected cases, each once; all cases without `only`."""
     names = {one: f"{kind} {one[0]} x {one[1]}" for one in cases}
     return [one for one, name in names.items() if not only or name in only]
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print, write."""
+    """Measure, print the figures and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine")

@@ -2,9 +2,9 @@
 
 python -m baton.bench.handoff [--blocks KIND...] [--methods NAME...] [--commit NAME] [--out FILE]
 
-A second process owns the source's pool, on the first GPU; the last GPU pulls. Timed by the wall
-from `start_pull` to `on_done`: generations judged, copy launched, completed and judged again. The
-same of a pull that was prepared before, as it is while the source computes the blocks.
+A second process owns the source's pool, on the first GPU; the last GPU pulls. Wall time from
+`start_pull` to `on_done`: check generations, launch the copy, wait for it, check again. The same
+for a pull that was prepared in advance, as it is while the source computes the blocks.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from baton.kv_transfer.window.transport import PullOutcome
 
 from .floors.figures import ROOT, Figure, command_line, commit, machine, repeat_s, table, time_s
 
-LINK_BYTES_PER_S = 391e9  # what a plain copy of 1 GiB reaches over 18 NVLinks of an H200
+LINK_BYTES_PER_S = 391e9  # the rate of a plain 1 GiB copy over the 18 NVLinks of an H200
 _TOKENS_PER_BLOCK = 16
 _REPEATS = 15
-# For 1 GiB, and for as many tokens in 8 bits; by way of staging, 3.0 is one buffer of 256 MiB at
+# For 1 GiB, and for as many tokens in 8 bits; with staging, 3.0 is one buffer of 256 MiB at
 # 360 GB/s.
 _TARGETS_MS = {"8192 tokens, 2 MiB": 3.1, "8192 tokens, 8-bit": 1.8}
 _NCCL_TARGETS_MS = {"8192 tokens, 2 MiB": 3.6}
-# Blocks of 16 tokens: Llama-3.1-8B's, what a sixteenth of its layers or heads would leave, and its
-# own with values of 8 bits.
+# Blocks of 16 tokens: of Llama-3.1-8B, of a sixteenth of its layers or heads, and of the full model
+# with 8-bit values.
 _LAYOUTS = {
     "2 MiB": KvLayout(32, 8, _TOKENS_PER_BLOCK, 128, torch.bfloat16),
     "128 KiB": KvLayout(2, 8, _TOKENS_PER_BLOCK, 128, torch.bfloat16),
@@ -63,11 +63,11 @@ _LAYOUTS = {
 _NUM_BLOCKS = {"2 MiB": (1, 4, 16, 64, 128, 512, 2048), "128 KiB": (512,), "8-bit": (512,)}
 _SLOW_METHODS = (StagedCopy.name, TcpTransport.name)
 _METHODS = (KernelCopy.name, EngineCopy.name, NcclTransport.name, *_SLOW_METHODS)
-_STAGED_BLOCKS = (64, 512)  # a path for want of a better one: two sizes will do
+_STAGED_BLOCKS = (64, 512)  # a fallback path: two sizes are enough
 
 
 def _serve(name: str, incarnation: str) -> None:
-    """The source's process: export until it is killed."""
+    """The source's process: export the pool until killed."""
     num_blocks = max(_NUM_BLOCKS[name]) + NUM_RESERVED_BLOCKS
     kv = CudaKvMemory(_LAYOUTS[name], num_blocks, torch.device("cuda:0"))
     kv.tensor.view(torch.uint8).random_()
@@ -87,7 +87,7 @@ def _serve(name: str, incarnation: str) -> None:
 
 @contextlib.contextmanager
 def _source(name: str) -> Iterator[RemotePool]:
-    """A source in a process of its own."""
+    """Start a source in a process of its own."""
     incarnation = secrets.token_hex(16)
     command = [sys.executable, "-m", "baton.bench.handoff", "--source", name, incarnation]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -110,7 +110,7 @@ def _pairs(num_blocks: int, *, is_scattered: bool) -> BlockPairs:
 
 
 def _pull(window: CudaWindow | RemoteWindow, pairs: BlockPairs) -> float:
-    """Returns for how long `start_pull` kept its caller, in seconds."""
+    """Pull; returns the seconds that `start_pull` blocked its caller."""
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     took_s = time_s(lambda: window.start_pull(pairs, done.put))
     assert done.get(timeout=60) is PullOutcome.OK
@@ -118,7 +118,7 @@ def _pull(window: CudaWindow | RemoteWindow, pairs: BlockPairs) -> float:
 
 
 def _prepared_s(window: CudaWindow, pairs: BlockPairs) -> float:
-    """What is left of a pull when its blocks are there."""
+    """The time of a prepared pull from the moment its blocks are computed."""
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     start = window.prepare(pairs)
     begin_s = time.perf_counter()
@@ -165,7 +165,7 @@ def _measure(name: str, method: str, kv: CudaKvMemory, source: RemotePool) -> It
 
 
 def _measure_half(name: str, kv: CudaKvMemory, source: RemotePool) -> Iterator[Figure]:
-    """Half of the heads: what each of two ranks pulls from a source of one."""
+    """Half of the heads: what each of two ranks pulls from a source with one rank."""
     num_layers = kv.layout.num_layers
     layers = Span(0, 0, num_layers, num_layers, num_layers)
     piece = BlockPiece(0, Span(4, 0, 4, 8, 8), layers)
@@ -192,7 +192,7 @@ def _figure(
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print, write."""
+    """Measure, print the figures and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--blocks", nargs="*", choices=_LAYOUTS, default=list(_LAYOUTS))

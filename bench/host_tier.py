@@ -1,13 +1,13 @@
-"""KV blocks to host memory and back: the copies alone, and what they cost the decodes beside them.
+"""Copies of KV blocks to host memory and back: alone, and their cost for decodes at the same time.
 
 python -m baton.bench.host_tier [--model DIR] [--swap-space GIB] [--out FILE]
 
-An engine of the model (random weights) on the GPU if there is one. Copies of 1k to 32k tokens, of
-blocks that lie side by side and of scattered ones: by the wall from the call to the first look that
-sees the end, and for how long the call kept its caller. On a GPU, the same by one kernel that reads
-the pinned memory. A prompt's first token, computed and with its KV from host memory. Then decodes
-without copies, with copies in, out, and both without a pause, in turns and each from the same
-context on; the copies are looked at while a step is on the device, as by a node.
+Uses an engine of the model (random weights), on the GPU if there is one. Copies of 1k to 32k
+tokens, of contiguous and of scattered blocks: wall time from the call until a poll sees the end,
+and the time for which the call blocks its caller. On a GPU, the same by one kernel that reads the
+pinned memory. A prompt's first token, computed and with its KV from host memory. Then decodes
+without copies, and with continuous copies in, out, and both, in turns and each from the same
+context on; copies are polled while a step is on the device, as a node does.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from baton.engine.local import LocalEngine
 from .floors.figures import Figure, command_line, commit, machine, table
 from .floors.gpu_shapes import SHAPES
 
-_BYTES_PER_S = 55e9  # what a plain copy of pinned memory reaches on an H200
+_BYTES_PER_S = 55e9  # the rate of a plain copy of pinned memory on an H200
 _TARGET_MS, _TARGET_TOKENS = 26.0, 8192
-_MOST_SLOWER = 1.05  # TBT p99 beside copies over that without
+_MOST_SLOWER = 1.05  # TBT p99 with copies over TBT p99 without
 _NUM_TOKENS = (1024, 8192, 32_768)
 _REPEATS = 15
 _NUM_DECODES, _CONTEXT, _NUM_STEPS, _NUM_ROUNDS = 64, 2048, 400, 3
-_LOOK_S = 0.00005  # as the engine's loop waits for what may come
+_LOOK_S = 0.00005  # the poll interval of the engine's loop
 _SHAPE = "llama-3.1-8b"
 
 
@@ -59,7 +59,8 @@ class Bench:
     # -- copies ----------------------------------------------------------------------------------
 
     def copies(self, num_tokens: int) -> Iterator[Figure]:
-        """Both ways and at once, of as many blocks; nothing if there are not as many."""
+        """Copies in, out and both at once, of as many blocks as hold `num_tokens`; none if they do
+        not fit."""
         n = num_tokens // self._size
         if n > self._copier.num_blocks or (ids := self._engine.pool.allocate(n)) is None:
             return
@@ -107,7 +108,7 @@ class Bench:
     def _by_kernel(
         self, name: str, blocks: Sequence[int], hosts: Sequence[int], bound_ms: float
     ) -> Iterator[Figure]:
-        """What else could copy in."""
+        """The alternative for copies in: one kernel."""
         kv = self._local.runner.kv
         if not isinstance(self._copier, CudaCopier) or not isinstance(kv, CudaKvMemory):
             return
@@ -123,10 +124,10 @@ class Bench:
             samples.append((time.perf_counter() - began_s) * 1e3)
         yield Figure(f"{name}, by a kernel", "ms", tuple(samples[2:]), bound_ms, "bytes / 55 GB/s")
 
-    # -- decodes beside them ---------------------------------------------------------------------
+    # -- decodes at the same time ----------------------------------------------------------------
 
     def beside_decodes(self) -> Iterator[Figure]:
-        """Steps of decodes, median and 99th percentile of each round; and what was copied."""
+        """Decode steps, median and 99th percentile per round, and the rate of copies."""
         context = min(_CONTEXT, self._engine.limits.max_model_len // 2)
         num_decodes = min(_NUM_DECODES, self._engine.limits.max_num_seqs)
         ways: dict[str, Sequence[Direction]] = {
@@ -153,7 +154,7 @@ class Bench:
                 yield Figure(f"copied beside {beside}", "GB/s", tuple(gb_per_s[name]))
 
     def _steps_beside(self, directions: Sequence[Direction]) -> tuple[list[float], float]:
-        """Milliseconds of each step while a copy of each direction is on the device, and GB/s of
+        """Milliseconds of each step while copies of each direction are on the device, and GB/s of
         the copies that ended meanwhile."""
         n = min(_TARGET_TOKENS // self._size, self._copier.num_blocks // 2)
         ids = self._engine.pool.allocate(n)
@@ -200,7 +201,7 @@ class Bench:
     # -- a prompt --------------------------------------------------------------------------------
 
     def first_token(self, num_tokens: int) -> Iterator[Figure]:
-        """Of a prompt, computed; and when all but its end comes from host memory."""
+        """TTFT of a prompt that is computed, and of one with all but its end from host memory."""
         engine, pool = self._engine, self._engine.pool
         num_tokens = min(num_tokens, engine.limits.max_model_len - 40)
         cold_ms, warm_ms = [], []
@@ -280,7 +281,7 @@ def main(argv: list[str]) -> int:
         )
         bench = Bench(local, copier)
         gc.collect()
-        gc.freeze()  # as in an engine's process: what was loaded is not looked at again
+        gc.freeze()  # as in an engine's process: loaded objects are excluded from collections
         figures = list[Figure]()
         if not arguments.only_decodes:
             figures += [figure for n in _NUM_TOKENS for figure in bench.copies(n)]

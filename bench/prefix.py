@@ -1,12 +1,12 @@
-"""What prefix caches, the index and routing are worth, by simulation.
+"""The benefit of prefix caches, prefix index and routing policies, by simulation.
 
     python -m baton.bench.prefix
 
-The conversation trace goes through the product's gateway, index, schedulers and prefix caches on
-engines whose steps are played (bench/played/simulation.py), in blocks of 512 tokens, which the
-trace names. Prompts alone: each has one token of output. The trace is sped up until engines that
-are chosen by load alone compute 70 % of the time. The oracle is one cache of all engines' memory
-together, least recently used first, without time: what a request brings is there for the next.
+The conversation trace runs through the production gateway, index, schedulers and prefix caches on
+simulated engines (bench/played/simulation.py), in blocks of 512 tokens, as in the trace. Requests
+are prompts with one output token. The trace is sped up until engines chosen by load alone compute
+70 % of the time. The oracle is one LRU cache of all engines' memory together, without time: the
+blocks of a request are there for the next one.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from .serve.clients.arrivals import TRACE_PIECE_TOKENS, Arrival, from_trace
 from .simulated_goodput import H200_8B
 
 TRACE = ROOT / "bench" / "data" / "mooncake_conversation.jsonl.xz"
-POOL_TOKENS = 840_000  # an H200 with an 8B model
-HOST_TOKENS = 4_200_000  # 512 GiB of it
-AMPLE_TOKENS = 160_000_000  # all that the trace ever has
+POOL_TOKENS = 840_000  # of an H200 with an 8B model
+HOST_TOKENS = 4_200_000  # in 512 GiB
+AMPLE_TOKENS = 160_000_000  # more than the whole trace
 BUSY = 0.7
 _MAX_TOKENS = 1 << 17
 _RESERVED = 2
-_FIRST_SPEED = 0.5  # of an engine: near to what is looked for
+_FIRST_SPEED = 0.5  # per engine: near the result
 POLICIES = ("auto", "least_loaded", "random")
 
 
@@ -62,7 +62,7 @@ def trace() -> Sequence[Arrival]:
 
 
 def token_ids(arrival: Arrival) -> array[int]:
-    """Equal in each piece: only which pieces are the same matters."""
+    """Constant within each piece: only the identity of pieces matters."""
     pieces = np.repeat(np.array(arrival.prompt.seeds, np.uint32), TRACE_PIECE_TOKENS)
     ids = array("I")
     ids.frombytes(pieces[: arrival.prompt.num_tokens].tobytes())
@@ -70,7 +70,8 @@ def token_ids(arrival: Arrival) -> array[int]:
 
 
 def oracle_hit_rate(num_tokens: int) -> float:
-    """Of one cache of so many tokens; a prompt's last token is always computed."""
+    """The hit rate of one cache of `num_tokens` tokens; a prompt's last token is always
+    computed."""
     num_blocks = num_tokens // TRACE_PIECE_TOKENS
     kept: OrderedDict[int, None] = OrderedDict()
     hit_tokens = all_tokens = 0
@@ -79,7 +80,7 @@ def oracle_hit_rate(num_tokens: int) -> float:
         num_hits = next((i for i, each in enumerate(full) if each not in kept), len(full))
         hit_tokens += num_hits * TRACE_PIECE_TOKENS
         all_tokens += arrival.prompt.num_tokens
-        for each in reversed(full):  # the end of a chain goes first
+        for each in reversed(full):  # the end of a chain is evicted first
             kept[each] = None
             kept.move_to_end(each)
         while len(kept) > num_blocks:
@@ -109,7 +110,7 @@ async def play(run: Run) -> Simulation:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """One run's figures."""
+    """The figures of one run."""
     began_s = time.monotonic()
     simulation = asyncio.run(play(run))
     engines = [one for one in simulation.engines.values() if one.cache is not None]
@@ -130,14 +131,15 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def speed_for(num_engines: int) -> float:
-    """At which engines chosen by load alone are busy for BUSY of the time, within a few percent."""
+    """The speed at which engines chosen by load alone compute BUSY of the time, within a few
+    percent."""
     speed = _FIRST_SPEED * num_engines
     busy: float = measure(Run(num_engines, "least_loaded", speed))["busy"]
     return speed * BUSY / busy
 
 
 def of_size(num_engines: int) -> list[dict[str, Any]]:
-    """All policies with the memory of the cards, and the best with ample memory."""
+    """All policies with the cards' memory, and the best policy with ample memory."""
     speed = speed_for(num_engines)
     runs = [Run(num_engines, policy, speed) for policy in POLICIES]
     runs.append(Run(num_engines, "auto", speed, AMPLE_TOKENS))
@@ -148,7 +150,7 @@ def of_size(num_engines: int) -> list[dict[str, Any]]:
 
 
 def with_host_memory(_: int) -> list[dict[str, Any]]:
-    """One engine with it."""
+    """One engine with host memory."""
     speed = speed_for(1)
     row = measure(Run(1, "auto", speed, host_tokens=HOST_TOKENS))
     return [row | {"oracle_hit_rate": oracle_hit_rate(HOST_TOKENS)}]
@@ -162,7 +164,7 @@ def _measured(sizes: Sequence[int], jobs: int) -> Iterator[list[dict[str, Any]]]
 
 
 def main(argv: list[str]) -> int:
-    """Simulate, print, write."""
+    """Simulate, print the figures and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 4, 16, 64], help="numbers")
     parser.add_argument("--jobs", type=int, default=2, help="sizes at a time")

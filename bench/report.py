@@ -1,9 +1,9 @@
-"""The tables in README.md and docs/, and pictures of docs/, made from bench/results/*.json.
+"""The tables in README.md and docs/, and the pictures of docs/, made from bench/results/*.json.
 
     python -m baton.bench.report        (or `make docs`)
 
-A page names a table between markers (`bench/pages/reference.py`); a test fails while a page is not
-what this would make of it. Measures nothing.
+A page names a table between markers (`bench/pages/reference.py`); a test fails if a page differs
+from the output of this module. Measures nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 
 def refreshed(page: Path) -> str:
-    """A page with all its tables made anew."""
+    """The text of a page with all its tables updated."""
     results = "bench/results" if page.parent == ROOT else "../bench/results"
     return refresh_parts(
         page.read_text(), lambda name: TABLES[name]().replace("{results}", results)

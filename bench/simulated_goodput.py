@@ -1,11 +1,11 @@
-"""Which ways to use some cards serve how much, by simulation.
+"""The goodput of different ways to use the same cards, by simulation.
 
     python -m baton.bench.simulated_goodput
 
-Good is what bench/goodput/figures.py says. Requests of the first third of a run do not count.
-`auto` and `aggregated` promise Y, less a margin, and `auto` moves promises; `disaggregated` has the
-split of the cards that a search finds to be best for the very requests that are sent.
-bench/played/simulation.py says what is played and what is the product.
+Good requests are defined in bench/goodput/figures.py. Requests of the first third of a run do not
+count. `auto` and `aggregated` promise Y, less a margin, and `auto` moves promises; `disaggregated`
+uses the split of the cards that a search finds best for exactly these requests.
+bench/played/simulation.py lists what is simulated and what is the product.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from .played.simulation import Call, Simulation
 from .serve.clients.arrivals import from_trace
 from .serve.clients.workloads import TRACE
 
-# Llama-3.1-8B on an H200: steps of bench/results/gpu.json, fitted; so are those of both kinds.
+# Llama-3.1-8B on an H200: fitted to bench/results/gpu.json, including steps of both kinds.
 H200_8B = StepCost(
     *(0.0046, (*(0.0,) * 6, 7.2e-6, *(20.6e-6,) * 3), 9e-10, 3.2e-8),
     mixed_s=2.7e-3,
     mixed_pair_s=2.5e-10,
 )
-# Qwen3-30B-A3B, of gpu_30b-a3b.json: 13.5 ms for all experts, of which a row touches 8 of 128.
+# Qwen3-30B-A3B, from gpu_30b-a3b.json: 13.5 ms for all experts, of which a row activates 8 of 128.
 _EXPERTS_S = [13.5e-3 * (1 - (1 - 8 / 128) ** rows) for rows in (*KNOTS, 2048)]
 _EACH_S = (
     10.5e-6 + (after - before) / (end - begin)
@@ -52,21 +52,21 @@ _EACH_S = (
 H200_30B_A3B = StepCost(1.6e-3, tuple(_EACH_S), 1.4e-9, 2.4e-8)
 AUTO, AGGREGATED, DISAGGREGATED = "auto", "aggregated", "disaggregated"
 MARGIN = 0.04  # of Y
-DECODE_STEP_TOKENS = 640  # of a decode engine without a promise
+DECODE_STEP_TOKENS = 640  # budget of a decode engine without a promise
 TRACE_S = 120.0
-_TRACE_STEP_S = 3.0  # between its times: what comes at one is spread evenly
+_TRACE_STEP_S = 3.0  # resolution of its time stamps; arrivals of one time stamp are spread evenly
 _PHASES = 4  # of a mix that shifts
-_MOST_SEARCHED = 8  # splits; of many cards fewer, since a run is long
+_MOST_SEARCHED = 8  # splits; fewer with many cards, since a run is long
 _MOST_SEARCHED_OF_MANY, _MANY_CARDS = 4, 32
 
 Lengths = tuple[int, int]
-Arrival = tuple[float, Lengths]  # when, and tokens in and out
+Arrival = tuple[float, Lengths]  # time, and tokens in and out
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Requests that come at a rate. `kinds`: lengths and rate, on two cards; of several kinds each
-    has a phase of the run; of none, the trace's requests come, `trace_speed` times as fast."""
+    """Requests at a rate. `kinds`: lengths and rate on two cards; several kinds take turns by
+    phases of the run; without any, the trace's requests are sent, `trace_speed` times as fast."""
 
     name: str
     kinds: tuple[tuple[Lengths, float], ...]
@@ -78,7 +78,7 @@ class Point:
     cost: StepCost = H200_8B
 
     def arrivals(self) -> Iterator[Arrival]:
-        """As many for each pair of cards."""
+        """Arrivals in proportion to the number of pairs of cards."""
         num_pairs = self.num_cards / 2
         if not self.kinds:
             return self._of_trace(max(1, round(num_pairs)))
@@ -95,7 +95,7 @@ class Point:
             yield due_s, lengths
 
     def _of_trace(self, num_copies: int) -> Iterator[Arrival]:
-        """Each copy begins elsewhere in the trace."""
+        """Several copies of the trace, each shifted in time."""
         requests = from_trace(TRACE, TRACE_S, speed=1.0, max_tokens=1 << 17)
         at_once = [list(same) for _, same in itertools.groupby(requests, lambda one: one.at_s)]
         for copy in range(num_copies):
@@ -145,7 +145,8 @@ POINTS = [
 
 
 def setups(mode: str, promise_s: float, num_cards: int, num_prefill: int) -> dict[str, EngineSetup]:
-    """So many cards for prefill, or all for both."""
+    """Engines by name: `num_prefill` cards for prefill, or with AGGREGATED all cards for both
+    roles."""
     names = [f"gpu{index}" for index in range(num_cards)]
     both = EngineSetup(Role.DECODE, promise_s)
     if mode == AGGREGATED:
@@ -159,7 +160,7 @@ def setups(mode: str, promise_s: float, num_cards: int, num_prefill: int) -> dic
 
 
 async def run(simulation: Simulation, point: Point) -> list[Call]:
-    """The calls that count."""
+    """Run the simulation; returns the calls that count."""
     for due_s, lengths in point.arrivals():
         simulation.at(due_s, lambda lengths=lengths: simulation.call(*lengths))  # type: ignore[misc]
     simulation.run()
@@ -170,7 +171,7 @@ async def run(simulation: Simulation, point: Point) -> list[Call]:
 
 
 def measure(point: Point, mode: str, num_prefill: int) -> dict[str, Any]:
-    """One run's figures; times in ms."""
+    """The figures of one run; times in ms."""
     y_s, began_s = point.y_ms / 1000, time.monotonic()
     engines = setups(mode, y_s * (1 - MARGIN), point.num_cards, num_prefill)
     ttft_s = TTFT_S if mode == AUTO else None
@@ -201,8 +202,8 @@ def measure(point: Point, mode: str, num_prefill: int) -> dict[str, Any]:
 
 
 def best_split(num_cards: int, share_of: Callable[[int], float]) -> int:
-    """How many of the cards prefill, where the share of good requests has one peak: from the
-    middle, to the better side in ever smaller steps."""
+    """The best number of prefill cards, if the share of good requests has a single peak: searches
+    from the middle towards the better side in ever smaller steps."""
     shares: dict[int, float] = {}
 
     def share(num_prefill: int) -> float:
@@ -220,7 +221,7 @@ def best_split(num_cards: int, share_of: Callable[[int], float]) -> int:
 
 
 def measure_point(point: Point) -> list[dict[str, Any]]:
-    """Auto, and what is fixed: all cards for both roles, and the best split."""
+    """`auto`, and the fixed modes: all cards for both roles, and the best split."""
     half = point.num_cards // 2
     rows = [measure(point, mode, half) for mode in (AUTO, AGGREGATED)]
     found: dict[int, dict[str, Any]] = {}
@@ -239,7 +240,7 @@ def _measure_numbered(numbered: tuple[int, Point]) -> tuple[int, list[dict[str, 
 
 
 def main(argv: list[str]) -> int:
-    """Simulate, print, write."""
+    """Simulate, print the figures and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="requests, as 8192/256")
     parser.add_argument("--cards", type=int, nargs="*", default=[], help="numbers of them")
@@ -255,7 +256,7 @@ def main(argv: list[str]) -> int:
     ]
     if not points:
         parser.error("there is no such point")
-    # The longest first: both cores have something to do to the end.
+    # The longest first, so that both cores are busy to the end.
     order = sorted(range(len(points)), key=lambda index: -points[index].num_cards)
     rows: list[list[dict[str, Any]]] = [[] for _ in points]
     result: dict[str, Any] = {

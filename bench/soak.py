@@ -1,10 +1,10 @@
-"""Does anything grow? A deployment of the demo model under steady load, its memory each second.
+"""Looks for memory growth: a deployment of the demo model under steady load, sampled each second.
 
 python -m baton.bench.soak [--minutes M]      printed, and written to bench/results/soak.json
 
-Streams over gRPC, some of which their clients leave, some that are refused, until the time is up.
-The slope is that of a line through resident memory, by least squares, once the warm-up is over: the
-gateway's window of the last 300 s fills until then, so that a shorter run shows that as growth.
+Sends streams over gRPC until the time is up; clients cancel some of them, and some are refused. The
+slope is a least-squares line through resident memory after the warm-up: until then the gateway's
+window of the last 300 s fills up, so that a shorter run shows that as growth.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .floors.figures import ROOT, command_line, commit, machine
 _IN_FLIGHT = 6
 _LONGEST_PROMPT, _MOST_TOKENS = 300, 24
 _LEFT, _REFUSED = 0.1, 0.05  # shares of the requests
-_POOL_BYTES = 24 << 20  # few blocks, so that all have been touched soon
+_POOL_BYTES = 24 << 20  # few blocks, so that all are touched soon
 _WINDOW_S, _SETTLE_S = (
     300.0,
     30.0,
-)  # telemetry/window/window.py; prompts of every length have been seen
+)  # the window of telemetry/window/window.py; until prompts of every length have been sent
 _TARGET_MB_PER_MIN = 0.1
 
 
@@ -54,7 +54,7 @@ class Samples:
         self.rss_mb.append(pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
 
     def slope_mb_per_min(self, since_s: float) -> float | None:
-        """None where less than ten seconds are left."""
+        """None if fewer than ten seconds of samples are left."""
         begin = next((i for i, at_s in enumerate(self.at_s) if at_s >= since_s), len(self.at_s))
         if len(self.at_s) - begin < 10:
             return None
@@ -116,7 +116,7 @@ async def soak(minutes: float) -> dict[str, object]:
 async def _ask(
     client: AsyncClient, until_s: float, chance: random.Random, ended: Counter[str]
 ) -> None:
-    """One request after the other."""
+    """Send one request after the other."""
     while time.monotonic() < until_s:
         prompt = chance.choices(range(256, 1024), k=chance.randint(1, _LONGEST_PROMPT))
         drawn = chance.random()
@@ -138,7 +138,7 @@ async def _ask(
 
 
 def _processes(root: int) -> dict[str, int]:
-    """Every process below this one, by what it is; an engine is its supervisor's child."""
+    """The pids of all descendants of `root`, by role; an engine is its supervisor's child."""
     found: dict[str, int] = {}
     for pid in _children(root):
         line = Path(f"/proc/{pid}/cmdline").read_text()

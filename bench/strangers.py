@@ -1,10 +1,10 @@
-"""What strangers cost an engine: 1,000 connections a second that prove nothing, at each door.
+"""The CPU cost of unauthenticated connections to an engine: 1,000 a second at each of its sockets.
 
     python -m baton.bench.strangers [--seconds 4] [--out bench/results/strangers.json]
 
-Figures are CPU time of the prefill engine's process while it has nothing else to do, in per cent of
-a second: beside a busy engine that is what its loop may lose. The floor is the same without them.
-A first burst, which is let in, is not counted.
+Figures are CPU time of the prefill engine's process without other work, in per cent of a second:
+on a busy engine its event loop may lose as much. The floor is the same without these connections.
+The first burst, which the rate limit admits, is not counted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _cpu_percent(pid: int, seconds: float, knock: Knock | None) -> float:
-    """Of the process, while somebody knocks `_PER_S` times a second."""
+    """CPU usage of the process while `knock` opens `_PER_S` connections per second."""
     if knock is not None:
         for _ in range(_BURST):
             knock()
@@ -56,7 +56,7 @@ def _cpu_percent(pid: int, seconds: float, knock: Knock | None) -> float:
 
 
 def _doors(pid: int) -> dict[str, Knock]:
-    """Where the engine's process listens: its unix sockets, and its TCP ports."""
+    """The listening sockets of the engine's process: unix sockets and TCP ports."""
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         target = os.readlink(fd)
@@ -107,7 +107,7 @@ def main() -> None:
             (supervisor,) = (c.process.pid for c in deployment.children if c.name == "prefill-0")
             children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
             pid = int(children[0])
-            time.sleep(3)  # what begins with a deployment is over
+            time.sleep(3)  # until the start-up work of the deployment is over
             for name, knock in _doors(pid).items():
                 pairs = [
                     (

@@ -1,9 +1,9 @@
-"""`python -m baton.bench.texts`: what the largest texts of four callers cost everybody's streams.
+"""`python -m baton.bench.texts`: the effect of four callers with the largest texts on all streams.
 
     8 streams of a token each 20 ms ◄── gateway ◄── 4 callers: the largest texts, one after another
-The model is the demo's with a context of 131,072 tokens, so that nearly all of a body is allowed.
-Figures are the longest silence of any stream, beyond a step; without the callers, then with them at
-each place that takes texts. Written to bench/results/texts.json.
+The model is the demo's with a context of 131,072 tokens, so that nearly a whole body is allowed.
+Figures are the longest gap of any stream, beyond a step; without the callers, then with them at
+each endpoint that accepts texts. Written to bench/results/texts.json.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ Send = Callable[[], Any]
 
 
 def _texts() -> dict[str, str]:
-    """The most of what fits, and the most that is not refused before it is tokenised."""
+    """The largest texts that fit the context, and that are not refused before they are
+    tokenised."""
     return {
         "newlines": "\n" * (_CONTEXT - 1),
         "spaces": " " * 3_000_000,
@@ -52,7 +53,7 @@ def _texts() -> dict[str, str]:
 
 
 def _places(addresses: dict[str, str]) -> dict[str, list[Send]]:
-    """For each endpoint what its callers send in turn."""
+    """By endpoint, the requests that its callers send in turn."""
     texts, ids = _texts(), [300] * _CONTEXT
     fields = {"model": "demo", "max_tokens": 1}
     bodies: dict[str, list[dict[str, Any]]] = {
@@ -107,7 +108,7 @@ def _post(url: str, body: dict[str, Any]) -> Send:
 
 @contextmanager
 def _callers(sends: list[Send], outcomes: Counter[str]) -> Iterator[None]:
-    """Four threads that send all in turn until the block ends."""
+    """Four threads that send all requests in turn until the block ends."""
     is_over = threading.Event()
 
     def call() -> None:
@@ -132,7 +133,7 @@ def _callers(sends: list[Send], outcomes: Counter[str]) -> Iterator[None]:
 
 
 def _silence_ms(address: str) -> float:
-    """The longest of all streams, beyond the engine's step."""
+    """The longest gap of all streams, beyond the engine's step."""
     plan = LoadPlan("sse", "", _NUM_STREAMS, num_tokens=_NUM_TOKENS, keeps_times=True)
     (found,) = load(plan, {"sse": address})
     if found["errors"]:
@@ -142,7 +143,7 @@ def _silence_ms(address: str) -> float:
 
 
 def _long_context(folder: Path) -> Path:
-    """The demo model as the gateway reads it, with room for long texts."""
+    """The demo model as the gateway reads it, with a longer context."""
     shutil.copytree(resolve_model_dir("demo"), folder, ignore=shutil.ignore_patterns("*.safe*"))
     config = json.loads((folder / "config.json").read_text())
     config["max_position_embeddings"] = _CONTEXT
@@ -151,7 +152,7 @@ def _long_context(folder: Path) -> Path:
 
 
 def texts() -> list[Figure]:
-    """The longest silence, by what the callers use."""
+    """The longest gap, by the endpoint that the callers use."""
     with tempfile.TemporaryDirectory() as above:
         model = ("--model", str(_long_context(Path(above) / "demo")))
         pace = ("--step-s", str(_STEP_S), "--max-model-len", str(_CONTEXT))
@@ -170,7 +171,7 @@ def texts() -> list[Figure]:
 
 
 def main() -> int:
-    """Measure and write."""
+    """Measure and write the figures."""
     where = machine()
     found = texts()
     print(table(found))

@@ -1,4 +1,4 @@
-"""Tiny checkpoints that transformers writes: the outside source of what the engine must compute."""
+"""Tiny checkpoints written by transformers: an independent reference for the engine."""
 
 from __future__ import annotations
 

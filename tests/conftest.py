@@ -1,13 +1,13 @@
 """Shared by all tests: puts this folder on the path, so that tests can import `fakes`.
 
 pytest compiles the asserts of test modules into conditions that hold under `python -O` too; here it
-is asked to do the same for the modules that they share, before any is imported.
+is configured to do the same for the modules that they share, before any is imported.
 
 Without a GPU the Triton kernels run in Triton's interpreter, which is chosen at its first import:
 here, before any test module can import it.
 
-Several processes run the tests, each test in one of them, so torch has one thread in each, as it
-has in the engines that tests start. What is compiled is kept: tests start hundreds of processes.
+Several processes run the tests, each test in one of them, so torch has one thread in each, as in
+the engines that tests start. Compiled code is cached: tests start hundreds of processes.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ import torch
 
 sys.dont_write_bytecode = False
 
-# A shell lets its background jobs ignore Ctrl-C, and what they start inherits that; tests send it.
+# A shell lets its background jobs ignore Ctrl-C, and child processes inherit that; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).parent
-# Its fixture is the session's.
+# Tests that use its session-wide fixture.
 SHARE_THE_DEMO = (
     *("e2e/test_http.py", "e2e/test_offline.py", "e2e/test_structured.py", "e2e/test_tokens.py"),
 )
-MANY_OBJECTS = 200_000  # a third of those of a process that has imported all tests
+MANY_OBJECTS = 200_000  # a third of the objects of a process that has imported all tests
 STARTS_PROCESSES = {"integration", "e2e", "bad_input", "browser", "external"}
 sys.path.insert(0, str(HERE))
 pytest.register_assert_rewrite(
@@ -52,7 +52,7 @@ pytest.register_assert_rewrite(
 
 
 def pytest_configure() -> None:
-    """Before Hypothesis looks which profile was asked for."""
+    """Runs before Hypothesis selects its profile."""
     from effort import register_profiles
 
     register_profiles()
@@ -60,7 +60,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests in one process; and those of the files that share a deployment."""
+    """Run a file's tests in one process, and so the files that share a deployment."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByDeployment(LoadFileScheduling):
@@ -83,7 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Where tests start the product's processes: in the main thread, before any fixture."""
+    """Prepare the start of the product's processes: in the main thread, before any fixture."""
     if item.path.relative_to(HERE).parts[0] in STARTS_PROCESSES:
         from preloaded import starts
 
@@ -91,9 +91,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Keep what was loaded out of collections again, if a test of this file let all of it back.
+    """Exclude loaded objects from garbage collection again, if a test of this file undid that.
 
-    To count the objects that are kept out would be to walk them all.
+    Counting the excluded objects would mean walking them all.
     """
     is_last = nextitem is None or nextitem.path != item.path
     if is_last and len(gc.get_objects(generation=2)) > MANY_OBJECTS:
@@ -103,8 +103,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """What is imported stays: to walk it again and again takes time here, and later would be a
-    pause in tests that look at times."""
+    """Imported objects stay alive: walking them repeatedly takes time here, and later would be a
+    pause in tests that measure time."""
     gc.disable()
     try:
         return (yield)
@@ -112,8 +112,8 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
         gc.collect()
         gc.freeze()
-        # Six times a test, pytest puts a handler of its own in each logger that keeps to itself
-        # what it is told; torch has dozens of them.
+        # Six times a test, pytest adds a handler to each logger that does not propagate; torch has
+        # dozens.
         for logger in logging.root.manager.loggerDict.values():
             if isinstance(logger, logging.Logger):
                 logger.propagate = True

@@ -1,7 +1,7 @@
 """A real deployment (Redis, gateway, nodes as processes) for tests, behind a plain context manager.
 
-After each use it checks what must always hold: every node's ledger is idle and balanced, and no
-process is left behind.
+After each use it checks the invariants: every node's ledger is idle and balanced, and no process is
+left behind.
 """
 
 from __future__ import annotations

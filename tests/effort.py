@@ -1,7 +1,7 @@
-"""How many examples a property is tried with, and how long the runs are that tests draw themselves:
-few and short in `make test`, more in `make test-all`.
+"""The number of examples per property, and the length of random runs: few and short in `make test`,
+more in `make test-all`.
 
-In `make test` they are the same in each run, so that a failure is of a change, not of chance;
+In `make test` they are the same in each run, so that a failure is due to a change, not to chance;
 `make test-all` draws new ones. tests/conftest.py loads the profile before any test module.
 """
 

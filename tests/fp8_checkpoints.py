@@ -1,7 +1,7 @@
 """Tiny checkpoints in FP8, in each format that Baton reads.
 
-Beside each: the same model in transformers with the weights that the file means, in float32.
-Independent of the code under test: scales and numbers are computed here.
+Each comes with the same model in transformers with the dequantised weights, in float32. Independent
+of the code under test: scales and numbers are computed here.
 """
 
 from __future__ import annotations

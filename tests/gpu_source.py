@@ -1,4 +1,4 @@
-"""A pool on a GPU in a process of its own, as tests of transports between GPUs pull from it.
+"""A pool on a GPU in a process of its own, from which tests of transports between GPUs pull.
 
 On a host with one GPU the source and the test share it: everything but the link is the same.
 """

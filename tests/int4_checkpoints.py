@@ -1,8 +1,8 @@
 """Tiny checkpoints in int4, in each format that Baton reads.
 
-Beside each: the same model in transformers with the weights that the file means, in float32.
-Independent of the code under test: numbers are chosen and packed here, one after the other, as the
-formats' own tools do it (AutoGPTQ, AutoAWQ, compressed-tensors).
+Each comes with the same model in transformers with the dequantised weights, in float32. Independent
+of the code under test: numbers are chosen and packed here one by one, as the formats' own tools do
+(AutoGPTQ, AutoAWQ, compressed-tensors).
 """
 
 from __future__ import annotations

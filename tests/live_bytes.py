@@ -1,4 +1,4 @@
-"""How much memory tensors take while something runs."""
+"""The peak memory of tensors during a call."""
 
 from __future__ import annotations
 

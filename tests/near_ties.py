@@ -1,4 +1,4 @@
-"""An engine on a GPU, and how far its greedy tokens are below an oracle's."""
+"""An engine on a GPU, and the logit gap of its greedy tokens below an oracle's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A gateway's part, played by a test: real node processes, one channel to each engine.
+"""A test in the role of a gateway: real node processes, one channel to each engine.
 
-Knows the wire and nothing of the gateway's code, so that nodes are tested before there is one.
+Knows the wire format and nothing of the gateway's code, so that nodes are tested without a gateway.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How long `at once` may take in a test, on a machine that is busy with others.
+"""The longest time that `at once` may take in a test, on a busy machine.
 
-Less than whatever would come next if a thing were not done at once: a heartbeat is missed after
-1.2 s, a lease ends after 10 s, an engine that says nothing is ended after 30 s. How fast things are
-is measured by the benchmarks, on an idle machine, and asserted by no test.
+Shorter than the event that would follow without an immediate reaction: a heartbeat is missed after
+1.2 s, a lease ends after 10 s, a silent engine is ended after 30 s. Speed is measured by the
+benchmarks, on an idle machine, and asserted by no test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Results that are equal but for rounding: how products are made depends on shape and processor."""
+"""Results that are equal up to rounding: the order of sums in a GEMM depends on shape and
+processor.
+"""
 
 from __future__ import annotations
 

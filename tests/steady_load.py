@@ -1,4 +1,4 @@
-"""Clients that ask the same prompts again and again, and want the same answers each time."""
+"""Clients that send the same prompts repeatedly, and expect the same outputs each time."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Triton's interpreter as the tests use it: mended where it is broken, and without work that it
-does in vain, which was half of its time.
+"""Triton's interpreter as the tests use it: with fixes of its bugs, and without redundant work that
+was half of its time.
 
     every call of a kernel's function   Triton replaces all of its language once more: here once a
                                         launch, for each set of language modules
-    every sum and product of integers   Triton looks for an overflow in 64 bits, and asserts it only
-                                        with its debug option: here without that option it does not
+    every sum and product of integers   Triton checks for 64-bit overflow, but asserts it only
+                                        with its debug option: here it checks only with it
     every array                         Triton makes a table of types anew: here it is kept
     every value                         Triton makes its type and its shape anew, each of a dozen
                                         objects: here they are made once for each type

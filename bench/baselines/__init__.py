@@ -1,1 +1,1 @@
-"""Why a serving system looks as it does: the schemes of its history, over one engine."""
+"""The schemes of the history of serving systems, compared over the same engine."""

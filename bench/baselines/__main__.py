@@ -3,11 +3,11 @@
     python -m baton.bench.baselines           the bundled model, this CPU
     python -m baton.bench.baselines --gpu     Llama-3.1-8B's shape with random weights, one GPU
 
-Each scheme is played twice over the same requests: all at once, which gives requests/s, and by
-Poisson arrivals at a rate that the last scheme keeps up with, which gives TTFT and TBT. Two engines
-get twice the requests, at twice the rate; their requests/s are of one. Who is admitted matters
-where outputs outgrow the pool: there prompts are a sixth, outputs thrice as long, and the pool is
-small (`--tight-tokens`). The file is written behind each of these parts.
+Each scheme serves the same requests twice: all at once, which gives requests/s, and with Poisson
+arrivals at a rate that the last scheme sustains, which gives TTFT and TBT. Two engines get twice
+the requests at twice the rate; their requests/s are given per engine. Admission policies differ
+where outputs outgrow the pool: there prompts are a sixth as long, outputs three times as long, and
+the pool is small (`--tight-tokens`). The results file is written after each of these parts.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .play import Player, warm_up
 from .schemes import ADMISSIONS, ON_GPUS, SCHEMES, Scheme
 from .workload import Job, WorkShape, make_jobs, poisson
 
-_LOAD = 0.7  # of what the last scheme can do
+_LOAD = 0.7  # of the throughput of the last scheme
 _GPU_SHAPE = "llama-3.1-8b"
 _GPU_DEFAULTS: dict[str, Any] = {
     "out": "baselines_gpu",
     "load_format": "dummy",
-    "gpu_memory_utilization": 0.6,  # prompts that are not cut up need the rest
+    "gpu_memory_utilization": 0.6,  # activations of prompts that are not chunked need the rest
     "max_model_len": 8192,
     "block_size": 16,
     "num_requests": 64,
@@ -137,7 +137,7 @@ def _pairs(
     *,
     is_gpu: bool,
 ) -> list[dict[str, Any]]:
-    """The rows of two engines."""
+    """The rows of the schemes with two engines."""
     jobs = make_jobs(replace(shape, num_requests=2 * shape.num_requests))
     pair = PairShape(
         num_blocks,
@@ -158,7 +158,7 @@ def _pairs(
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """With `--gpu` other defaults: real lengths, and blocks as large."""
+    """The parsed arguments; with `--gpu` the defaults are real lengths and blocks of full size."""
     parser = _parser()
     if parser.parse_args(argv).gpu:
         parser.set_defaults(**_GPU_DEFAULTS)
@@ -183,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(name, type=int, default=default, help=what)
     parser.add_argument("--out", default="baselines", help="name of the file of results")
     flags.add_flags(parser, EngineConfig)
-    parser.set_defaults(block_size=8)  # lengths are scaled, so blocks are
+    parser.set_defaults(block_size=8)  # scaled down like the lengths
     return parser
 
 

@@ -1,12 +1,12 @@
-"""Two engines and a gateway: each engine for itself, split by phases, or as both see fit.
+"""Two engines and a gateway: each engine for both phases, disaggregated, or `auto`.
 
     arrivals ─► router, sessions ─► engine 0, engine 1 ─► tokens         all of it the product's
                                       └ steps computed by real models, one after the other
 
-Each engine has a clock of its own, which a step moves by what it took: the two are as fast as if
-each had a machine, or a card, to itself. They compute with one model, over the same memory, since
-no time depends on what KV holds; so nothing is copied from one to the other, and that takes as long
-as bench/played/simulation.py has it. A step is waited for before the next is planned.
+Each engine has a clock of its own, which each step advances by its duration, as if each engine had
+a machine or card to itself. Both compute with one model over the same memory, since no duration
+depends on the contents of the KV; nothing is copied between them, and a hand-off takes as long as
+in bench/played/simulation.py. The engines wait for each step before they plan the next.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .workload import Job
 
 EACH, SPLIT, AUTO = "two engines", "+ disaggregation", "+ auto"
 PAIRS = (EACH, SPLIT, AUTO)
-_NO_COST = StepCost(0.0, (0.0,) * 10, 0.0, 0.0)  # devices are real
-_WARM_S = 60.0  # from the requests that do not count to the others
+_NO_COST = StepCost(0.0, (0.0,) * 10, 0.0, 0.0)  # the devices are real
+_WARM_S = 60.0  # between the warm-up requests and the measured ones
 
 
 class MeasuredDevice:
-    """A device that computes. Its clock stands still between steps, and runs from where a step
-    begins to where its tokens are there."""
+    """A device that computes. Its clock stands still between steps; during a step it advances from
+    the launch until the tokens are ready."""
 
     runs_ahead = False
 
@@ -49,7 +49,7 @@ class MeasuredDevice:
 
     @property
     def now_s(self) -> float:
-        """Read behind a step."""
+        """The time at the end of a step; stops the clock."""
         self._at_s, self._began_s = self.monotonic_s(), None
         return self._at_s
 
@@ -74,8 +74,8 @@ class MeasuredDevice:
 
 @dataclass(frozen=True, slots=True)
 class PairShape:
-    """`chunk_tokens`: of a step with decodes in it; `tbt_s`: what engines for both phases promise
-    with `AUTO`, and each for itself."""
+    """`chunk_tokens`: token budget of a step with decodes; `tbt_s`: the TBT that engines
+    promise, with `AUTO` and with two separate engines."""
 
     num_blocks: int
     block_size: int
@@ -85,7 +85,7 @@ class PairShape:
 
 
 class PairPlayer:
-    """Over one loaded model, as `clock` times it."""
+    """Runs two engines over one loaded model, with step times from `clock`."""
 
     def __init__(self, runner: ModelRunner, shape: PairShape, clock: Callable[[], float]) -> None:
         self._runner = runner
@@ -120,7 +120,8 @@ class PairPlayer:
         return found
 
     def play(self, mode: str, jobs: Sequence[Job], arrivals_s: Sequence[float]) -> list[TokenTimes]:
-        """All jobs to their ends, behind some that do not count."""
+        """The token times of all jobs, each run to its end, after warm-up requests that do not
+        count."""
         return asyncio.run(self._play(mode, jobs, arrivals_s))
 
     async def _play(

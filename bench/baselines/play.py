@@ -1,7 +1,7 @@
-"""One scheme over the engine: requests by their arrivals, tokens with their times.
+"""Runs one scheme over the engine: requests by their arrival times, tokens with their timestamps.
 
-On a CPU time is what this process computed, so that others on the machine do not count; on a GPU it
-is the clock's. Pauses without a request are skipped.
+On a CPU, time is this process's CPU time, so that other processes do not count; on a GPU it is the
+monotonic clock. Pauses without a request are skipped.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .workload import Job
 
 
 class EndingRunner:
-    """A runner whose outputs end where the jobs say, and nowhere else; its prompts are known by
-    the seed of their parameters. `runs_ahead` False: each step is waited for."""
+    """A runner that ends each output with EOS exactly at the job's length. It finds the job by the
+    seed of the sampling parameters. `runs_ahead` False: it waits for each step."""
 
     def __init__(
         self, runner: ModelRunner, jobs: Sequence[Job], eos: int, *, runs_ahead: bool
@@ -77,7 +77,7 @@ class _EndingStep:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one scheme did. `used`, `reserved`: tokens of KV, and slots set aside for them, summed
+    """The result of one scheme. `used`, `reserved`: KV tokens, and slots reserved for them, summed
     over steps."""
 
     times: list[TokenTimes]
@@ -89,12 +89,13 @@ class Outcome:
 
     @property
     def waste(self) -> float:
-        """The share of memory set aside that holds nothing."""
+        """The share of the reserved memory that holds no token."""
         return 1 - self.used / self.reserved
 
 
 class Player:
-    """Plays schemes over one loaded model. `chunk_tokens`: the budget of a step with chunking."""
+    """Runs schemes over one loaded model. `chunk_tokens`: token budget of a step with chunked
+    prefill."""
 
     def __init__(
         self, runner: ModelRunner, num_blocks: int, block_size: int, max_len: int, chunk_tokens: int
@@ -130,12 +131,12 @@ class Player:
         )
 
     def play(self, scheme: Scheme, jobs: Sequence[Job], arrivals_s: Sequence[float]) -> Outcome:
-        """All jobs to their ends."""
+        """Run all jobs to their ends."""
         if self._is_cpu or scheme.has_graphs:
             return self._play(scheme, jobs, arrivals_s)
         from baton.engine.execution.gpu.cuda_graphs import StepGraphs
 
-        with mock.patch.object(StepGraphs, "find", return_value=None):  # no size is captured
+        with mock.patch.object(StepGraphs, "find", return_value=None):  # no graph is used
             return self._play(scheme, jobs, arrivals_s)
 
     def _play(self, scheme: Scheme, jobs: Sequence[Job], arrivals_s: Sequence[float]) -> Outcome:
@@ -153,7 +154,7 @@ class Player:
                 waiting.append(coming.popleft()[1])
             self._admit(scheme, engine, waiting, running, capacity)
             if not running:
-                skipped_s += max(0.0, coming[0][0] - now_s)  # nobody waits out a pause
+                skipped_s += max(0.0, coming[0][0] - now_s)  # skip pauses without a request
                 continue
             step = engine.step()
             assert not step.failed, step.failed
@@ -193,7 +194,7 @@ class Player:
     def _observe(
         self, scheme: Scheme, engine: Engine, running: Mapping[str, Job], outcome: Outcome
     ) -> None:
-        """Of those that have memory: tokens in it, and what is set aside."""
+        """Add up, over running sequences, the tokens in KV and the slots reserved."""
         sequences = engine._scheduler.queues.running
         outcome.num_running.append(len(sequences))
         for sequence in sequences:
@@ -203,5 +204,5 @@ class Player:
 
 
 def warm_up(player: Player, jobs: Sequence[Job], scheme: Scheme) -> None:
-    """What only first steps take."""
+    """Run a few jobs so that one-time costs of the first steps are not measured."""
     player.play(scheme, jobs[:4], [0.0] * 4)

@@ -1,13 +1,13 @@
-"""The schemes, each with one thing more than the one before it. What the engine has as a switch is
-its switch; what no engine does any more (whole batches, memory set aside for the longest) is a
-policy in front of it, which gives it a request only when the scheme would.
+"""The schemes, each with one feature more than the one before. Features that the engine can switch
+are its switches; those that no modern engine has (static batches, memory reserved for the longest
+output) are a policy in front of it, which adds a request only when the scheme would admit it.
 
-    static       a batch of prompts, whole, until its last one ends; then the next batch
-    iteration    who ends leaves, who waits joins, at any step (Orca, OSDI'22); each takes
-                 contiguous memory for the longest request there can be
+    static       a batch of whole prompts runs until its last request ends; then the next batch
+    iteration    requests join and leave at any step (Orca, OSDI'22); each reserves contiguous
+                 memory for the longest possible request
     continuous   the same, with memory for its own prompt and max_tokens
-    paged        blocks as tokens come (vLLM, SOSP'23); who joins is the engine's own estimate
-    chunked      no step has more than a budget of prompt tokens (Sarathi-Serve, OSDI'24)
+    paged        blocks as tokens arrive (vLLM, SOSP'23); admission by the engine's own estimate
+    chunked      no step exceeds a budget of prompt tokens (Sarathi-Serve, OSDI'24)
     prefix       blocks of equal prefixes are computed once (SGLang, NeurIPS'24)
     graphs, overlap   on a GPU: steps replayed from CUDA graphs, and launched one ahead
 """
@@ -23,14 +23,14 @@ from .workload import Job
 
 
 class WorstCase(OutputLengthEstimator):
-    """Every output is expected to be as long as it may get."""
+    """Expects every output to reach its max_tokens."""
 
     def estimate(self, num_generated: int, max_tokens: int) -> int:
         return max(1, max_tokens - num_generated)
 
 
 class Watermark(OutputLengthEstimator):
-    """No output is expected to grow: whoever fits now, with one token more, is taken."""
+    """Expects no output to grow: admits a request that fits now with one token more."""
 
     def estimate(self, num_generated: int, max_tokens: int) -> int:
         return 1
@@ -38,11 +38,11 @@ class Watermark(OutputLengthEstimator):
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """`reserves`: contiguous memory of a request that runs, None: blocks. `is_batched`: nobody
-    joins a batch that runs. `chunk_tokens` None: prompts are computed whole."""
+    """`reserves`: the contiguous memory of a running request, None: blocks on demand. `is_batched`:
+    no request joins a running batch. `is_chunked` False: prompts are computed whole."""
 
     name: str
-    reserves: str | None = None  # the longest, its own
+    reserves: str | None = None  # "longest" or "own"
     is_batched: bool = False
     is_chunked: bool = False
     has_prefix_cache: bool = False
@@ -51,7 +51,7 @@ class Scheme:
     estimator: type[OutputLengthEstimator] = OutputLengthEstimator
 
     def reserved_tokens(self, job: Job, max_len: int) -> int:
-        """Slots that are set aside for it while it runs; 0 where blocks are taken as needed."""
+        """Slots reserved for the job while it runs; 0 if blocks are allocated on demand."""
         if self.reserves is None:
             return 0
         return max_len if self.reserves == "longest" else job.num_prompt + _max_tokens(job)

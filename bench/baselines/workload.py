@@ -1,7 +1,7 @@
-"""Requests of ShareGPT's lengths, the same for every scheme.
+"""Requests with ShareGPT's lengths, the same for every scheme.
 
-A prompt begins with one of a few system prompts. Its output ends where the file says: nobody who
-plans knows more than `max_tokens`, which is the same for all, as users set it.
+A prompt begins with one of a few system prompts. Its output ends at the length in the file, which
+no planner knows: planners see only `max_tokens`, which is the same for all requests.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..serve.clients.workloads import sharegpt_lengths
 
 _ANY_LENGTH = 1 << 20
 _NUM_SYSTEM_PROMPTS = 4
-_FIRST_ID = 10  # above special tokens
+_FIRST_ID = 10  # above the ids of special tokens
 
 
 @dataclass(frozen=True, slots=True)
 class WorkShape:
-    """Lengths are divided by the scales; `max_len` is the longest prompt and output together."""
+    """Prompt and output lengths are divided by the scales; `max_len` limits prompt plus output."""
 
     num_requests: int
     prompt_scale: float
@@ -36,7 +36,7 @@ class WorkShape:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request, and how many tokens its output turns out to have."""
+    """A request and the length that its output will have."""
 
     request: Request
     num_outputs: int
@@ -47,7 +47,7 @@ class Job:
 
 
 def make_jobs(shape: WorkShape) -> list[Job]:
-    """Of as many lines of the file, drawn by the seed."""
+    """As many jobs as the shape has, with lengths from random lines of the file, seeded."""
     pairs = sharegpt_lengths(_ANY_LENGTH)
     chance = random.Random(shape.seed)
     systems = [_ids(chance, shape, shape.system_tokens) for _ in range(_NUM_SYSTEM_PROMPTS)]
@@ -67,7 +67,7 @@ def _ids(chance: random.Random, shape: WorkShape, count: int) -> tuple[int, ...]
 
 
 def poisson(num_requests: int, rate_per_s: float, seed: int) -> Sequence[float]:
-    """When each arrives, in seconds; all at once at a rate of infinity."""
+    """Arrival times in seconds; all 0 if the rate is infinite."""
     chance = random.Random(seed)
     at_s, times = 0.0, []
     for _ in range(num_requests):

@@ -1,1 +1,1 @@
-"""What `bench.cpu` measures, a family of figures a file."""
+"""The figures of `bench.cpu`, one family per file."""

@@ -1,8 +1,8 @@
-"""GPTQ (Frantar et al. 2022) of a small model: weights in int4 that keep what its layers compute.
+"""GPTQ (Frantar et al. 2022) of a small model: int4 weights that preserve its layers' outputs.
 
-Column by column of a weight each number is rounded, and its error made up for by the columns behind
-it, as the inputs of some text weigh them: H = X^T X. Layer by layer, behind layers that are
-quantised already. Writes a checkpoint as GPTQ's tools do, symmetric, in groups of 128.
+Rounds each weight column by column and compensates each error in the remaining columns, weighted by
+the inputs on a calibration text: H = X^T X. Layers are quantised in order, each on the outputs of
+the already quantised layers. Writes a checkpoint in GPTQ's format, symmetric, in groups of 128.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHRUNK = tuple(1 - step / 40 for step in range(12))  # of a group's largest num
 
 
 class RecordingOps(Ops):
-    """Adds up X^T X of the products with each of some weights."""
+    """Accumulates X^T X over the products with each selected weight."""
 
     def __init__(self) -> None:
         self.hessians: dict[int, Tensor] = {}
@@ -39,8 +39,8 @@ class RecordingOps(Ops):
 
 
 def round_by(weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [outputs, inputs], hessian [inputs, inputs] -> numbers 0 to 15 of the same shape, and
-    scales [outputs, groups]."""
+    """weight [outputs, inputs], hessian [inputs, inputs] -> integers 0 to 15 of the weight's shape,
+    and scales [outputs, groups]."""
     left, hessian = weight.double().clone(), hessian.clone()
     is_dead = hessian.diagonal() == 0
     hessian.diagonal()[is_dead] = 1
@@ -60,7 +60,8 @@ def round_by(weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale_of(group: Tensor) -> Tensor:
-    """Of each output of a group [outputs, inputs]: of some, that of the least squared error."""
+    """The scale of each output of a group [outputs, inputs]: the candidate of least squared
+    error."""
     largest = group.abs().amax(dim=1).clamp_(min=1e-10) * 2 / _LARGEST
     candidates = torch.stack([(largest * share).half().double() for share in _SHRUNK])
     scales = candidates[:, :, None]
@@ -73,9 +74,10 @@ def _rounded(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantise(model: Decoder, ops: RecordingOps, run: Callable[[], object]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, and in `model` what they mean. `run` computes the text.
+    """Returns the checkpoint's tensors and replaces the weights in `model` by their dequantised
+    values.
 
-    The model's operations are `ops`, its weights floats.
+    `run` computes the calibration text. The model must use `ops` and have float weights.
     """
     found: dict[str, Tensor] = {}
     for layer in model.layers:
@@ -100,7 +102,7 @@ def quantise(model: Decoder, ops: RecordingOps, run: Callable[[], object]) -> di
 
 def _packed(numbers: Tensor, scale: Tensor) -> dict[str, Tensor]:
     inputs = numbers.shape[1]
-    zeros = torch.full((scale.shape[1], len(scale)), _ZERO - 1)  # as the format has them
+    zeros = torch.full((scale.shape[1], len(scale)), _ZERO - 1)  # the format stores zeros - 1
     return {
         "qweight": _words(numbers.t()),
         "qzeros": _words(zeros.t()).t().contiguous(),
@@ -110,13 +112,14 @@ def _packed(numbers: Tensor, scale: Tensor) -> dict[str, Tensor]:
 
 
 def _words(values: Tensor) -> Tensor:
-    """Eight rows in one, the first in the lowest bits."""
+    """Pack eight rows into one, the first in the lowest bits."""
     shifts = 4 * torch.arange(8)[:, None]
     return (values.long().unflatten(0, (-1, 8)) << shifts).sum(dim=1).int()
 
 
 def write_checkpoint(folder: Path, source: Path, made: dict[str, Tensor]) -> Path:
-    """The checkpoint at `source` with `made` in place of its projections."""
+    """Write the checkpoint at `source` with the quantised tensors `made` in place of its
+    projections."""
     modules = {name.rsplit(".", 1)[0] for name in made}
     plain = load_file(source / "model.safetensors")
     kept = {name: one for name, one in plain.items() if name.removesuffix(".weight") not in modules}

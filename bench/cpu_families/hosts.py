@@ -1,10 +1,10 @@
-"""What it costs that the two stages of an engine are on two hosts: beside two stages on one.
+"""The cost of two pipeline stages on two hosts, beside the same two stages on one host.
 
 python -m baton.bench.cpu_families.hosts [--delay-ms 1]
 
-The second host is a network namespace (so it needs root), and the wire to it a pair of tun devices
-with a process in between, which holds every packet for the delay, each way. All hosts are the same
-cores: only what the wire adds means anything.
+The second host is a network namespace (this needs root), connected by a pair of tun devices and a
+process in between that delays every packet, each way. All hosts share the same cores, so only the
+cost that the wire adds is meaningful.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
             engine = opened.enter_context(_engine(here, inside))
             engines[f"on two hosts, {each_ms:g} ms each way"] = engine
         found: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
-        for _ in range(_REPEATS):  # by turns: what else the machine does meets all alike
+        for _ in range(_REPEATS):  # in turns, so that other load on the machine affects all alike
             for name, engine in engines.items():
                 for work, sizes in _WORKLOADS.items():
                     found[name, work].append(_time(engine, *sizes))
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _silent(line: str) -> None:
-    """A line of the engine's."""
+    """Discards a log line of the engine."""
 
 
 def _config(**fields: object) -> EngineConfig:
@@ -85,7 +85,7 @@ def _config(**fields: object) -> EngineConfig:
 
 @contextlib.contextmanager
 def _engine(here: str, inside: str) -> Iterator[LocalEngine]:
-    """Its first stage is this process, its second one in the namespace `inside`."""
+    """An engine with its first stage in this process and its second in the namespace `inside`."""
     config = _config(nnodes=2, master_addr=here, master_port=_PORT)
     program = "import sys; from baton.cli.launch import prefill as run; sys.exit(run())"
     flags = [*to_argv(config), "--node-rank", "1", "--insecure-bind"]
@@ -122,7 +122,7 @@ def _time(engine: LocalEngine, num_requests: int, num_prompt_tokens: int, num_to
 
 @contextlib.contextmanager
 def _second_host(index: int, delay_s: float) -> Iterator[tuple[str, str]]:
-    """Our address as it sees it, and the namespace that it is."""
+    """(this host's address on the link, name of the namespace)."""
     name = f"bench-{os.getpid()}-{index}"
     near, far = (f"bn{os.getpid() % 10**6}{index}{end}" for end in "ab")
     here, there = f"10.233.{index}.1", f"10.233.{index}.2"
@@ -156,14 +156,14 @@ def _ip(*arguments: str) -> None:
 
 
 def _tun(name: str) -> int:
-    """A new device of this name; what is routed to it is read here."""
+    """Create a tun device with this name; the descriptor carries the packets routed to it."""
     end = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TUN_WITHOUT_HEADER))
     return end
 
 
 def _carry(near: int, far: int, delay_s: float) -> None:
-    """Until killed."""
+    """Forward packets both ways until killed."""
     for source, target in ((near, far), (far, near)):
         threading.Thread(target=_carry_one_way, args=(source, target, delay_s)).start()
     while True:

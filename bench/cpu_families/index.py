@@ -1,8 +1,8 @@
-"""The prefix index: how fast, how large, and how soon a gateway that starts knows of it.
+"""The prefix index: throughput, memory, and how long a new gateway takes to read it.
 
     python -m baton.bench.cpu_families.index
 
-Redis is a private one of this host; hashes are random. `made docs` shows the results.
+Uses a private Redis on this host and random hashes. `make docs` shows the results.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from ..floors.figures import ROOT, Figure, machine, repeat_s, table, time_s, wri
 _PROMPT_BLOCKS = 2000
 _NUM_ENGINES = 10
 _ENGINE_BLOCKS = 1_000_000
-_STEP_BLOCKS = 128  # of 16 tokens, stored by a step, which evicts as many
-_BATCH_EVENTS = 250  # of an engine in 50 ms
+_STEP_BLOCKS = 128  # blocks of 16 tokens that a step stores; it evicts as many
+_BATCH_EVENTS = 250  # events of an engine in 50 ms
 _REPEATS = 7
-_PAGE = 800  # blocks of those that a gateway's memory is measured by
+_PAGE = 800  # blocks per page when a gateway's memory is measured
 
 
 def random_hashes(count: int) -> list[BlockHash]:
@@ -55,7 +55,7 @@ def incarnation_of(number: int) -> str:
 
 
 def filled(incarnation: str, hashes: list[BlockHash]) -> CacheJournal:
-    """Of an engine that has these on its device, and has published it."""
+    """The journal of an engine that has these blocks on its device and has published them."""
     journal = CacheJournal(incarnation)
     journal.record([], hashes)
     journal.take()
@@ -63,7 +63,7 @@ def filled(incarnation: str, hashes: list[BlockHash]) -> CacheJournal:
 
 
 def look_up() -> list[Figure]:
-    """A prompt in the mirror, by how many engines have the whole of it."""
+    """Look-ups of a prompt in the mirror, by the number of engines that have all its blocks."""
     figures = []
     for num_engines, target in ((1, 100.0), (_NUM_ENGINES, None)):
         mirror, prompt = PrefixMirror(SystemClock()), random_hashes(_PROMPT_BLOCKS)
@@ -77,7 +77,7 @@ def look_up() -> list[Figure]:
             )
         samples = []
         for _ in range(_REPEATS):
-            fresh = [BlockHash(bytes([*each])) for each in prompt]  # never looked up before
+            fresh = [BlockHash(bytes([*each])) for each in prompt]  # new, not looked up yet
             samples.append(1e6 * time_s(partial(mirror.cached_blocks, names, fresh)))
             assert set(mirror.cached_blocks(names, fresh).values()) == {_PROMPT_BLOCKS}
         engines = "1 engine has" if num_engines == 1 else f"{num_engines} engines have"
@@ -87,7 +87,7 @@ def look_up() -> list[Figure]:
 
 
 def events() -> list[Figure]:
-    """Blocks that come and go, at the node that publishes and at the gateway that mirrors."""
+    """Block events (stored, evicted), at the publishing node and at the mirroring gateway."""
     name = incarnation_of(0)
     hashes = random_hashes(200_000)
     journal, mirror = filled(name, hashes), PrefixMirror(SystemClock())
@@ -122,7 +122,7 @@ def events() -> list[Figure]:
 
 
 def step() -> list[Figure]:
-    """What publishing costs an engine's step, on the engine's thread."""
+    """The cost of publishing per engine step, on the engine's thread."""
     sent: list[bytes] = []
 
     def send(message: engine_pb2.EngineOutput) -> None:
@@ -143,7 +143,7 @@ def step() -> list[Figure]:
 
 
 def _mirrored_gb(num_blocks: int) -> float:
-    """What so many blocks take in a process that reads them as a gateway does."""
+    """Memory of a process that mirrors `num_blocks` as a gateway does."""
     num_engines = max(1, num_blocks // _ENGINE_BLOCKS)
     mirror = PrefixMirror(SystemClock())
     before = _resident_bytes()
@@ -166,7 +166,7 @@ def _resident_bytes() -> int:
 
 
 def memory() -> list[Figure]:
-    """A process of its own each, at its largest."""
+    """A gateway's memory, each size in a process of its own."""
     figures = []
     for millions, target in ((1, None), (10, 2.0)):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -176,7 +176,7 @@ def memory() -> list[Figure]:
 
 
 async def _start(url: str, num_engines: int, num_blocks: int) -> float:
-    """Seconds until a new gateway knows all of these engines' blocks."""
+    """Seconds until a new gateway has mirrored all blocks of these engines."""
     link, mirror = RedisIndexLink(RedisClient(url, "default")), PrefixMirror(SystemClock())
     following = asyncio.create_task(Follower(link, mirror).run())
     began_s = time.perf_counter()
@@ -204,9 +204,9 @@ async def _store(url: str, journals: Iterator[CacheJournal]) -> None:
 
 
 def in_redis() -> list[Figure]:
-    """What Redis keeps, and how soon a gateway has read it."""
+    """Memory in Redis, and the time a gateway takes to read it."""
     figures = []
-    redis_link.LEASE_S = 3600.0  # to fill it takes longer than the product's
+    redis_link.LEASE_S = 3600.0  # filling takes longer than the product's lease
     for num_engines, num_blocks in ((4, 250_000), (_NUM_ENGINES, _ENGINE_BLOCKS)):
         total = num_engines * num_blocks
         with RedisServer.start() as server, redis.Redis.from_url(server.url) as admin:
@@ -231,7 +231,7 @@ def in_redis() -> list[Figure]:
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print, write."""
+    """Measure, print the figures and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     default = ROOT / "bench" / "results" / "index.json"
     parser.add_argument("--out", type=Path, default=default)

@@ -1,10 +1,10 @@
-"""Stages of a pipeline on a CPU, each a process with one thread, beside one such process.
+"""Pipeline stages on a CPU, each a process with one thread, beside a single such process.
 
 python -m baton.bench.cpu_families.pipeline [--stages 2]
 
-What the stages lose is all that keeps one waiting: an empty pipeline at both ends, stages of
-unequal length, the way between them. Of S stages it is the share 1 - T1 / (S * TS) of their time.
-On fewer cores than stages it says nothing.
+The loss comes from stages that wait: pipeline fill and drain, stages of unequal length, and the
+transfers between them. For S stages it is the share 1 - T1 / (S * TS) of their time. The figure is
+meaningless on fewer cores than stages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _measure(num_stages: int) -> dict[str, float]:
-    """Seconds of each workload, the best of a few."""
+    """Seconds of each workload, the best of several runs."""
     config = EngineConfig(
         device="cpu",
         cpu_kv_bytes=96 << 20,

@@ -1,11 +1,11 @@
-"""What weights in FP8 and int4 cost in quality: the bundled model's perplexity on this repository.
+"""The quality loss of FP8 and int4 weights: the bundled model's perplexity on this repository.
 
 python -m baton.bench.cpu_families.quality [--windows N] [--out FILE]
 
-Computed in float32 on a CPU, in windows, each token from those before it in its window. "Weights"
-are dequantised as a CPU engine does it; with "activations" these are quantised too, as on a GPU.
-The text is the Python of core/, of the kind that the model was made of, and none of it. GPTQ sees
-that of engine/.
+Computed in float32 on a CPU, in windows; each token is predicted from those before it in its
+window. "weights": dequantised as a CPU engine does; "activations": quantised too, as on a GPU. The
+text is the Python of core/, which resembles the training data but is not part of it. GPTQ
+calibrates on engine/.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from ..floors.figures import ROOT, Figure, machine, table, write
 from .gptq import RecordingOps, quantise, write_checkpoint
 
 _WINDOW, _BLOCK = 512, 16
-NUM_WINDOWS = 120  # of 40, what FP8 costs differs by 0.15 % from one text to the next
+NUM_WINDOWS = 120  # with 40, the loss of FP8 varies by 0.15 % between texts
 _CALIBRATION_WINDOWS = 32
-MAX_RATIO, MAX_RATIO_INT4 = 1.005, 1.04  # of the perplexity of the weights as they are
+MAX_RATIO, MAX_RATIO_INT4 = 1.005, 1.04  # of the perplexity with unquantised weights
 _BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 _BY_TENSOR = {"quant_method": "fp8"}
 
 
 def text_windows(count: int, part: str = "core") -> torch.Tensor:
-    """Token ids [count, window + 1] of a folder's Python."""
+    """Token ids [count, window + 1] of the Python files in folder `part`."""
     texts = [path.read_text() for path in sorted((ROOT / part).rglob("*.py"))]
     tokenizer = Tokenizer.from_file(str(resolve_model_dir("demo") / "tokenizer.json"))
     ids = torch.tensor(tokenizer.encode("\n".join(texts)).ids)
@@ -59,7 +59,8 @@ def load(
     stays_quantised: bool = False,
     ops: Ops | None = None,
 ) -> tuple[ModelConfig, Decoder]:
-    """The model in `folder`; with `stays_quantised` in FP8 activations are quantised too."""
+    """Load the model in `folder`; with `stays_quantised`, activations of FP8 models are quantised
+    too."""
     config = read_model_config(folder, quantization)
     placement = Placement(
         torch.device("cpu"),
@@ -74,7 +75,7 @@ def load(
 
 
 def perplexity(config: ModelConfig, model: Decoder, windows: torch.Tensor) -> float:
-    """Of each token from those before it in its window."""
+    """Perplexity of each token given those before it in its window."""
     num_blocks = _WINDOW // _BLOCK
     shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, _BLOCK, config.head_dim)
     attention = TorchAttention(torch.zeros(shape), [None] * config.num_layers)
@@ -101,7 +102,7 @@ def write_fp8(
     suffix: str,
     quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> Path:
-    """The bundled model as a checkpoint in FP8."""
+    """Write the bundled model as an FP8 checkpoint."""
     source = resolve_model_dir("demo")
     tensors = load_file(source / "model.safetensors")
     for name in [name for name, one in tensors.items() if ".layers." in name and one.ndim == 2]:
@@ -114,7 +115,7 @@ def write_fp8(
 
 
 def write_gptq(folder: Path) -> Path:
-    """The bundled model as a checkpoint of GPTQ."""
+    """Write the bundled model as a GPTQ checkpoint."""
     demo, ops = resolve_model_dir("demo"), RecordingOps()
     config, model = load(demo, ops=ops)
     windows = text_windows(_CALIBRATION_WINDOWS, "engine")
@@ -123,7 +124,7 @@ def write_gptq(folder: Path) -> Path:
 
 
 def measure(num_windows: int = NUM_WINDOWS) -> list[Figure]:
-    """The weights as they are, then each way to quantise them."""
+    """Perplexity of the unquantised weights, then of each quantisation."""
     windows, demo = text_windows(num_windows), resolve_model_dir("demo")
 
     def of(
@@ -161,7 +162,7 @@ def measure(num_windows: int = NUM_WINDOWS) -> list[Figure]:
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print, write."""
+    """Measure, print the figures and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--windows", type=int, default=NUM_WINDOWS)
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/quality.json")

@@ -1,10 +1,9 @@
-"""The host's part of what follows a long request's last token: its blocks are given back, and go to
-host memory.
+"""Host time after a long request's last token: its blocks are released and copied to host memory.
 
     python -m baton.bench.cpu "request end"
 
-Host memory is full of short requests, each of which is displaced by itself. A played device
-computes nothing, and copies at 50 GB/s. Times are of the engine's thread, whatever else runs.
+Host memory is full of short requests, each of which is evicted separately. A simulated device
+computes nothing and copies at 50 GB/s. Times are CPU time of the engine's thread.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..floors.figures import Figure
 from ..played.caches import TOKEN_BYTES, PlayedCopier, PublishedCache
 from .scheduling import HostRunner
 
-_BLOCK_SIZE = 16  # the runner's
+_BLOCK_SIZE = 16  # as in HostRunner
 _LONG_BLOCKS = 2000
 _NUM_SHORT, _MOST_SHORT_BLOCKS = 1600, 3
 _DEVICE_BLOCKS, _HOST_BLOCKS = 2 * _LONG_BLOCKS, 3000
@@ -35,7 +34,7 @@ _REPEATS = 7
 
 
 def measure() -> list[Figure]:
-    """Milliseconds of the engine's thread."""
+    """CPU milliseconds of the engine's thread."""
     engine, rng, numbers = _engine(), random.Random(0), count()
     samples = []
     for _ in range(_REPEATS):
@@ -76,7 +75,8 @@ def _request(number: int, num_blocks: int, rng: random.Random) -> Request:
 
 
 def _serve(engine: Engine) -> Iterator[float]:
-    """Of the step with the last token, and of each behind it until all is copied."""
+    """CPU ms of the step with the last token, then of each later step until all blocks are
+    copied."""
     num_given = 0
     while engine.has_work:
         began_s = time.thread_time()

@@ -1,4 +1,4 @@
-"""Decisions of a gateway: which engines a request goes to, of 16 and of 256."""
+"""Routing decisions of a gateway: the choice of engines for a request, among 16 and 256 engines."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ..floors.figures import Figure, time_s
 
 _NUM_TOKENS, _NUM_OUTPUTS = 1024, 256
 _PROMPT = column((1,) * _NUM_TOKENS)
-_NUM_OPEN = 200  # requests, of which the oldest ends when one more is sent
+_NUM_OPEN = 200  # open requests; the oldest ends when another is sent
 _NUM_DECISIONS, _NUM_SAMPLES = 200, 9
 _WANTED_PER_S = {16: 5000.0, 256: 1000.0}
 _COST = StepCost(0.0046, (*(0.0,) * 6, 7.2e-6, *(20.6e-6,) * 3), 9e-10, 3.2e-8, max_rows=8192)
 
 
 class _Nowhere:
-    """Where the engines' messages go."""
+    """Discards messages to engines."""
 
     def dispatch(
         self, request: Request, ticket: Ticket | None, deadline_remaining_s: float
@@ -42,7 +42,8 @@ class _Nowhere:
 
 
 class _Gateway:
-    """Half of its engines prefill, half decode; all have some requests, and all are linked."""
+    """Half of its engines prefill, half decode; all have some requests, and all pairs are
+    linked."""
 
     def __init__(self, num_engines: int) -> None:
         clock = SystemClock()
@@ -65,7 +66,7 @@ class _Gateway:
         self._table.add(LinkedEngine(member, _Nowhere(), load, max_num_seqs=256))
 
     def decide(self) -> None:
-        """One request is sent, the oldest ends, and an engine sends a heartbeat."""
+        """Route one request, end the oldest, and process one engine's heartbeat."""
         demand = Demand(_NUM_TOKENS, 1, _NUM_OUTPUTS)
         sampling = SamplingParams(max_tokens=_NUM_OUTPUTS)
         valid = ValidatedRequest(_PROMPT, sampling, "", caller_id=self._count)
@@ -86,7 +87,7 @@ class _Gateway:
 
 
 def _load(name: str) -> dict[str, object]:
-    """Of the engine of this name, whose number is behind the letter of its role."""
+    """The reported load of an engine, whose name is the role's letter and a number."""
     num_waiting = int(name[1:]) % 7 if name[0] == "p" else 0
     return {
         "num_running": 20,
@@ -105,7 +106,7 @@ def _load(name: str) -> dict[str, object]:
 
 
 def measure() -> list[Figure]:
-    """Decisions a second, with what sending and heartbeats change in between."""
+    """Decisions per second, including the updates by dispatches and heartbeats in between."""
     figures = []
     for num_engines, wanted_per_s in _WANTED_PER_S.items():
         gateway = _Gateway(num_engines)

@@ -1,13 +1,13 @@
-"""The host's share of a decode step by its parts, with a runner whose device takes no time; the
-block pool.
+"""Host time of a decode step by its parts, with a runner whose device takes no time; operations of
+the block pool.
 
     python -m baton.bench.cpu scheduling
 
-    plan     which sequences run, their slices, fences
-    arrays   what a GPU's step of decodes uploads: ids, positions, slots, keys, tables, shares
-    collect  the device's tokens by slice
-    advance  what they do to their sequences
-    deliver  to the sessions of `LLM` and their queues, without text
+    plan     schedule: running sequences, their slices, fences
+    arrays   the arrays that a GPU decode step uploads: ids, positions, slots, keys, tables, shares
+    collect  the sampled tokens by slice
+    advance  append the tokens to their sequences
+    deliver  to the sessions of `LLM` and their queues, without detokenising
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class HostStep:
 
 
 class HostRunner:
-    """Prepares steps as a GPU's runner does, and computes nothing."""
+    """Prepares steps as a GPU's runner does, but computes nothing."""
 
     runs_ahead = True
 
@@ -81,7 +81,7 @@ class HostRunner:
         return HostStep(partial(self.results, batch))
 
     def results(self, batch: StepBatch) -> list[SampledToken | None]:
-        """Token 7 for everybody."""
+        """Token 7 for every sequence."""
         n = len(batch.logits_indices)
         ids, logprobs = torch.full((n,), 7), torch.zeros(n)
         tokens = SampledToken.many(ids.tolist(), logprobs.tolist())
@@ -93,19 +93,19 @@ class HostRunner:
 
 @dataclass(frozen=True, slots=True)
 class _Local:
-    """What `LocalCalls` needs of a LocalEngine."""
+    """The part of a LocalEngine that `LocalCalls` needs."""
 
     engine: Engine
 
 
 def measure() -> list[Figure]:
-    """Microseconds a decode step, and pool operations a second."""
+    """Microseconds per decode step, and pool operations per second."""
     figures = [figure for batch in BATCHES for figure in _steps(batch)]
     return [*figures, _allocator()]
 
 
 class _Parts:
-    """Seconds of every step by part, the time of parts within it taken off."""
+    """Seconds of every step by part, without the time of nested parts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -149,8 +149,8 @@ def _steps(batch: int) -> list[Figure]:
 
 
 async def _measure_steps(batch: int) -> list[dict[str, float]]:
-    """All requests decode, at a context of 512 tokens and more, sampled by temperature."""
-    blocks = batch * _MAX_LEN // _BLOCK_SIZE + 2  # nobody ever waits for memory
+    """All requests decode, at a context of at least 512 tokens, sampled with a temperature."""
+    blocks = batch * _MAX_LEN // _BLOCK_SIZE + 2  # so that no request waits for memory
     limits = EngineLimits(blocks, _BLOCK_SIZE, _MAX_LEN, batch, 64 * _PROMPT_TOKENS)
     runner = HostRunner()
     engine = Engine(
@@ -217,7 +217,7 @@ def _bare_loop_ms(batch: int) -> float:
 
 
 def _allocator() -> Figure:
-    """An operation is one block allocated, or released."""
+    """One operation is a block allocated or released."""
     pool = BlockPool(64 * _BLOCKS_A_TIME + 2, LocalGenerations(64 * _BLOCKS_A_TIME + 2))
 
     def churn() -> None:

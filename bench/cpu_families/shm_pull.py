@@ -35,7 +35,7 @@ class _Pool:
         self.num_blocks = num_blocks
         self.fd, self.memory = memfd.create("baton-bench", num_blocks * block_bytes)
         self.view = memoryview(self.memory)
-        np.frombuffer(self.view, np.uint8)[:] = 7  # every page is really there
+        np.frombuffer(self.view, np.uint8)[:] = 7  # touches every page
 
     def close(self) -> None:
         self.view.release()
@@ -44,7 +44,7 @@ class _Pool:
 
 
 def measure() -> list[Figure]:
-    """GB/s for each block size. Both ends lie in this process: the copy does not care."""
+    """GB/s by block size. Both ends are in this process, which does not affect the copy."""
     return [_pull(name, block_bytes) for name, block_bytes in _BLOCK_BYTES.items()]
 
 
@@ -87,7 +87,7 @@ def _pull_all(window: ShmWindow, pairs: BlockPairs) -> None:
 
 
 def _copy_s(source: _Pool, target: _Pool) -> float:
-    """The best time of one plain copy of all pulled blocks."""
+    """The best time of one plain copy of all pulled blocks, in seconds."""
     skip = 2 * source.block_bytes
     theirs = np.frombuffer(source.view, np.uint64)[skip // 8 :]
     ours = np.frombuffer(target.view, np.uint64)[skip // 8 :]

@@ -1,4 +1,4 @@
-"""Steps of the bundled model on a CPU through the real engine, beside what the CPU could do."""
+"""Steps of the bundled model on a CPU through the real engine, beside the CPU's limits."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _GREEDY = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 
 
 def load_engine() -> LocalEngine:
-    """As a node would configure it, without a prefix cache: each prompt is computed."""
+    """The engine as a node configures it, but without a prefix cache: each prompt is computed."""
     config = EngineConfig(device="cpu", cpu_kv_bytes=96 << 20, enable_prefix_caching=False)
     return LocalEngine.load(config, lambda line: None)
 
 
 def prompt(number: int, num_tokens: int) -> tuple[int, ...]:
-    """Token ids that no other number shares."""
+    """A prompt whose token ids differ from those of every other number."""
     return tuple(1 + (number * 7919 + i * 104729) % 4000 for i in range(num_tokens))
 
 
 def measure() -> list[Figure]:
-    """Milliseconds a step: prefill, decode alone and in a batch, sampling."""
+    """Milliseconds per step: prefill, decode alone and in a batch, sampling."""
     local = load_engine()
     flops = _matmul_flops()
     num_weights = _num_weights(local.runner.model_config)
@@ -61,13 +61,14 @@ def measure() -> list[Figure]:
 
 
 def _num_weights(model: ModelConfig) -> int:
-    """Weights that every token is multiplied with; the output layer sees the last one only."""
+    """Weights that every token is multiplied with; the LM head is applied to the last token
+    only."""
     attention = model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
     return model.num_layers * model.hidden_size * (attention + 3 * model.intermediate_size)
 
 
 def _prefill_ms(local: LocalEngine) -> tuple[float, ...]:
-    """One request whose only token is its first."""
+    """Times of requests with one output token."""
     once = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     requests = [
         Request(f"{i:032x}", 0, prompt(i, _PROMPT_TOKENS), once) for i in range(_REPEATS + 1)
@@ -108,13 +109,13 @@ def _sampling() -> Figure:
 
 
 def _matmul_flops() -> float:
-    """What torch reaches in a large float32 product on as many threads as an engine has."""
+    """FLOP/s of torch in a large float32 GEMM, with as many threads as an engine has."""
     size = 768
     a, b = torch.randn(size, size), torch.randn(size, size)
     return 2 * size**3 / min(repeat_s(lambda: a @ b, 7))
 
 
 def _read_rate() -> float:
-    """Bytes a second of summing what is far larger than the caches."""
+    """Bytes per second of summing a tensor far larger than the caches."""
     data = torch.ones(16 << 20)
     return data.nbytes / min(repeat_s(data.sum, 7))

@@ -1,6 +1,6 @@
-"""What constrained outputs cost the host: compiling, following a token, the masks of a step.
+"""Host time of constrained outputs: compiling a grammar, accepting a token, the masks of a step.
 
-The bound of a mask is reading and writing it once: all else is finding out what is in it.
+The bound of a mask is reading and writing it once; all other time is spent on computing it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OUTPUT = '{"name": "Ada Lovelace, Countess", "age": 36, "tags": ["first", "anal
 
 
 def measure() -> list[Figure]:
-    """For the bundled model's 4,096 ids, and for a made-up vocabulary of 128,000."""
+    """Figures for the bundled model's 4,096 ids and for an artificial vocabulary of 128,000."""
     with tempfile.TemporaryDirectory() as folder:
         large = _write_large_tokenizer(Path(folder))
         small = _of_vocabulary(ROOT / "models" / "demo", 4096, 0)
@@ -50,7 +50,7 @@ def _of_vocabulary(model_dir: Path, vocab_size: int, eos_id: int) -> list[Figure
     grammars = Grammars(model_dir, vocab_size, [eos_id])
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     output = tokenizer.encode(_OUTPUT, add_special_tokens=False).ids
-    load_ms = time_s(lambda: grammars.compile(_schema(0))) * 1e3  # the tokenizer too
+    load_ms = time_s(lambda: grammars.compile(_schema(0))) * 1e3  # includes loading the tokenizer
     compile_ms = tuple(time_s(lambda i=i: grammars.compile(_schema(i))) * 1e3 for i in range(1, 20))
     alone_us = _walk_us(grammars, output, 1)
     together_us = _walk_us(grammars, output, _NUM_SAMPLES)
@@ -78,7 +78,7 @@ def _schema(index: int) -> Constraint:
 
 
 def _walk_us(grammars: Grammars, output: list[int], num_samples: int) -> tuple[float, ...]:
-    """Each of the output's steps, behind a first walk that other samples of the batch have done."""
+    """Microseconds per output step for a batch of samples that share one constraint."""
     constraints = Constraints(grammars)
     one = constraints.begin(_schema(0))
     followers = [one, *(one.another() for _ in range(num_samples - 1))]
@@ -90,7 +90,7 @@ def _walk_us(grammars: Grammars, output: list[int], num_samples: int) -> tuple[f
 
 
 def _apply(vocab_size: int, name: str) -> Figure:
-    """The sampler's part on this CPU."""
+    """The time to apply masks in the sampler on this CPU."""
     logits = torch.zeros(_NUM_SAMPLES, vocab_size)
     mask = np.full(-(-vocab_size // 32), 0x55555555, np.int32)
     specs = [SampleSpec(SamplingParams(), 0, allowed=mask)] * _NUM_SAMPLES
@@ -106,7 +106,8 @@ def _apply(vocab_size: int, name: str) -> Figure:
 
 
 def _write_large_tokenizer(folder: Path) -> Path:
-    """A byte-level BPE whose words are made of syllables, as long as those of real vocabularies."""
+    """Write a byte-level BPE with words made of syllables, as long as those of real
+    vocabularies."""
     rng = random.Random(0)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(["<end>", *letters])}

@@ -1,8 +1,8 @@
-"""What counting calls costs the gateway's event loop: per delivered chunk, per call, per reading,
-and per second that gateways share.
+"""The cost of telemetry on the gateway's event loop: per delivered chunk, call and snapshot,
+and per second of data that gateways share.
 
-Calls are reported as the front door reports them: one chunk a step for each of many streams. CPU
-time, since that is what the event loop loses, whoever else uses the machine.
+Calls are reported as the front door reports them: one chunk a step for each of many streams. Times
+are CPU time, since that is what the event loop loses regardless of other load.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _KEY = RowKey("0" * 32, 1, 1)
 
 
 class _Clock(SystemClock):
-    """Moves by a token's gap a step, so that minutes of traffic take no minutes.
+    """Advances by one token gap per step, so that minutes of traffic need no real time.
 
     The gaps are long: all repeats together fill the window.
     """
@@ -55,7 +55,7 @@ class _Clock(SystemClock):
 
 
 def measure() -> list[Figure]:
-    """Microseconds of the event loop for a chunk and a call's end, milliseconds for a page."""
+    """Microseconds of the event loop per chunk and per end of a call; milliseconds per snapshot."""
     clock = _Clock()
     window, targets = TelemetryWindow(clock), SloTargets(ttft_slo_s=0.5, tbt_slo_s=0.05)
     window.outbox = {}
@@ -97,7 +97,7 @@ def measure() -> list[Figure]:
 
 
 def _play(clock: _Clock, feeds: Sequence[CallFeed]) -> tuple[float, float]:
-    """Seconds for a chunk, and for the end of a call."""
+    """Seconds per chunk, and per end of a call."""
     rng = random.Random(0)
     records = [_begin(clock, feeds) for _ in range(NUM_STREAMS)]
     chunk, bare = OutputChunk("x", (5,), 0), list[tuple[float, int]]()
@@ -123,7 +123,8 @@ def _play(clock: _Clock, feeds: Sequence[CallFeed]) -> tuple[float, float]:
 
 
 def _hour_mb() -> float:
-    """Each second has 20 calls of 100 tokens, with latencies over two decades."""
+    """MB of an hour's window: each second has 20 calls of 100 tokens, with latencies over two
+    decades."""
     rng, clock = random.Random(0), _Clock()
     seconds = [_second(rng) for _ in range(20)]
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""What the whole system adds to the engine alone, with one request at a time.
+"""The latency that the whole system adds to the engine alone, with one request at a time.
 
 client ─ gateway ─ prefill node ─ hand-off ─ decode node     minus     engine.add, engine.step
 """
@@ -36,7 +36,7 @@ _PARTS: tuple[tuple[str, Event | None, Event | None], ...] = (  # None: the clie
 
 
 def measure() -> list[Figure]:
-    """Milliseconds that are added to TTFT and to the first gap, and where they go."""
+    """Milliseconds added to TTFT and to the first gap, by stage."""
     pairs = _run_pairs()
     through = [result for result, _, _ in pairs]
     added_ttft = tuple(_ms(r.times.ttft_s) - ttft for r, ttft, _ in pairs)
@@ -51,14 +51,14 @@ def measure() -> list[Figure]:
         Figure(f"engine alone: first gap, {shape}", "ms", tuple(gap for _, _, gap in pairs)),
         Figure("system minus engine: TTFT", "ms", added_ttft, 0.0, "nothing added", _TARGET_MS),
         Figure("system minus engine: first gap", "ms", added_gap, 0.0, "nothing added", _TARGET_MS),
-        # The difference is of two noisy prefills; this has none in it.
+        # The difference above has the noise of two prefills; this figure has none.
         Figure("TTFT outside the prefill step", "ms", tuple(map(_outside_ms, through))),
         *parts,
     ]
 
 
 def _run_pairs() -> list[tuple[Result, float, float]]:
-    """Each prompt through the system and, next to it in time, through the engine alone (ms)."""
+    """Each prompt through the system and, right after it, through the engine alone (ms)."""
     deployment = Deployment(
         UpConfig(mode="disaggregated"),
         EngineConfig(device="cpu", cpu_kv_bytes=96 << 20),
@@ -81,7 +81,7 @@ def _run_pairs() -> list[tuple[Result, float, float]]:
 
 
 def _alone(engine: Engine, number: int) -> tuple[float, float]:
-    """TTFT and first gap in ms, the engine being called directly."""
+    """TTFT and first gap in ms, with direct calls of the engine."""
     sampling = SamplingParams(max_tokens=_NUM_TOKENS, temperature=0.0, ignore_eos=True)
     request = Request(f"{number:032x}", 0, prompt(number, _PROMPT_TOKENS), sampling)
     engine.add(request)
@@ -96,13 +96,13 @@ def _ms(seconds: float | None) -> float:
 
 
 def _outside_ms(result: Result) -> float:
-    """What TTFT has before and behind the prefill's step."""
+    """The part of TTFT before and after the prefill step."""
     before_ms = _part_ms(result, None, Event.PREFILL_STARTED)
     return before_ms + _part_ms(result, Event.FIRST_TOKEN, None)
 
 
 def _part_ms(result: Result, begin: Event | None, end: Event | None) -> float:
-    """One stretch of the timeline; the client's monotonic clock is that of this host."""
+    """One stage of the timeline in ms; the client's monotonic clock is that of this host."""
     stamps = {stamp.event: stamp.unix_ns for stamp in result.timeline}
     offset_ns = time.time_ns() - time.monotonic_ns()
     begin_ns = int(result.times.sent_s * 1e9) + offset_ns if begin is None else stamps[begin]

@@ -1,1 +1,1 @@
-"""What decoding beside the plain step costs and gains: drafts, beams, adapters."""
+"""The cost and gain of decoding methods beside the plain step: drafts, beams, adapters."""

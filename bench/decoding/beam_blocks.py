@@ -1,13 +1,13 @@
-"""KV blocks that the beams of a search share, and what its reorderings copy: the bundled model on a
-CPU, through the real engine, counted in its block tables.
+"""KV blocks that the beams of a search share, and the blocks that its reorderings copy.
 
     python -m baton.bench.decoding.beam_blocks
 
-Saved is the share of blocks that beams without sharing would hold beside those they do: the figure
-of Kwon et al. 2023, "Efficient Memory Management for LLM Serving with PagedAttention", section 6.3
-(37.6 % to 55.2 % for widths 2 to 6 on Alpaca, 44.3 % to 66.3 % on ShareGPT). Copied are blocks in
-the steps of a search, beside those that a reordering without sharing moves: all of each beam that
-does not go on in its own place.
+The bundled model runs on a CPU through the real engine; blocks are counted in its block tables.
+"saved" is the share of blocks saved against beams without sharing: the figure of Kwon et al. 2023,
+"Efficient Memory Management for LLM Serving with PagedAttention", section 6.3 (37.6 % to 55.2 % for
+widths 2 to 6 on Alpaca, 44.3 % to 66.3 % on ShareGPT). "copied" are the blocks copied in the steps
+of a search, beside those that a reordering without sharing would copy: all blocks of each beam that
+does not continue in its own place.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _BLOCK_SIZE = 16
 
 
 class Counted:
-    """Block tables as they are behind each step, and copies as they are made."""
+    """Counts the block tables after each step, and the copies of blocks."""
 
     def __init__(self, local: LocalEngine) -> None:
         self._engine = local.engine
         self._copy_blocks = local.runner.copy_blocks
         local.runner.copy_blocks = self._copy  # type: ignore[method-assign]
-        self.num_held = self.num_unshared = 0  # added up over steps
+        self.num_held = self.num_unshared = 0  # summed over steps
         self.num_copied = self.num_moved = 0
         self._before: dict[str, list[int]] = {}
 
@@ -49,7 +49,7 @@ class Counted:
         self._copy_blocks(pairs)
 
     def look(self) -> None:
-        """Behind a step."""
+        """Count after a step."""
         beams: list[Sequence] = list(self._engine.by_key.values())
         tables = {beam.key: beam.block_ids for beam in beams}
         self.num_held += len({block for table in tables.values() for block in table})

@@ -1,11 +1,11 @@
-"""What LoRA adapters cost on one GPU: steps of decodes with and without, and a new adapter.
+"""The cost of LoRA adapters on one GPU: decode steps with and without adapters, and a new adapter.
 
 python -m baton.bench.decoding.lora [--shape NAME] [--rank N] [--adapters N]
 
 Two engines share the GPU, one of them without `enable_lora`, and take turns: each decodes 64
-sequences of 1k tokens without adapters, where both should compute the same, then the other one
-with 8 adapters of rank 16. Then an adapter is read while those steps go on: how long until it is
-in host memory, and the longest gap between two steps until a request decodes with it.
+sequences of 1k tokens without adapters, where both should take equally long, then the other engine
+decodes them with 8 adapters of rank 16. Then a new adapter is read while those steps continue: the
+time until it is in host memory, and the longest gap between steps until a request decodes with it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from ..floors.gpu_shapes import SHAPES
 
 _BATCH, _CONTEXT = 64, 1024
 _STEPS, _REPEATS = 20, 5
-_MOST_TOKENS = 512  # of an output: more than any of them gets
+_MOST_TOKENS = 512  # max_tokens: more than any output gets
 _NUM_BLOCKS = 7000
-_MOST_OVER, _MOST_OVER_IDLE, _LOAD_S = 0.10, 0.01, 1.0  # what the project wants
+_MOST_OVER, _MOST_OVER_IDLE, _LOAD_S = 0.10, 0.01, 1.0  # the project's targets
 
 
 def write_adapter(folder: Path, layout: Layout, rank: int, seed: int) -> Path:
@@ -58,13 +58,13 @@ def write_adapter(folder: Path, layout: Layout, rank: int, seed: int) -> Path:
 
 
 class Bench:
-    """Decodes whose context is reserved, and started as a hand-off would do it."""
+    """Decodes whose context is reserved and which start as after a hand-off."""
 
     def __init__(self, local: LocalEngine) -> None:
         self._engine, self._number = local.engine, 0
 
     def begin(self, adapters: list[Adapter | None]) -> list[str]:
-        """Let one sequence for each decode; their keys."""
+        """Start one decoding sequence per adapter; returns their keys."""
         sampling = SamplingParams(temperature=0.0, max_tokens=_MOST_TOKENS, ignore_eos=True)
         keys = []
         for adapter in adapters:
@@ -85,7 +85,7 @@ class Bench:
             self._engine.step()
 
     def step_ms(self, adapters: list[Adapter | None]) -> float:
-        """Of one step of so many decodes, in steady state."""
+        """Milliseconds of one decode step with these adapters, in steady state."""
         keys = self.begin(adapters)
         for _ in range(5):
             self._engine.step()
@@ -99,8 +99,8 @@ class Bench:
     def new_adapter(
         self, local: LocalEngine, path: Path, running: list[Adapter | None]
     ) -> list[float]:
-        """[seconds until it is read, the longest gap between steps until then and until a request
-        has decoded with it in ms, that in steps' medians]"""
+        """[seconds to read the adapter, longest gap between steps while it is read in ms, longest
+        gap while a request decodes with it in ms, the longer of both over the median gap]"""
         keys, gaps, found = self.begin(running), list[float](), list[float]()
         room, reader = local.engine.adapters, local.runner.adapters
         assert room is not None and reader is not None
@@ -134,7 +134,7 @@ class Bench:
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print, write."""
+    """Measure, print the figures and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--rank", type=int, default=16)
@@ -166,7 +166,7 @@ def main(argv: list[str]) -> int:
         "half of them with one": [loaded[0] if n % 2 else None for n in range(_BATCH)],
     }
     gc.collect()
-    gc.freeze()  # as an engine's process does: a collection of all that was loaded is a gap
+    gc.freeze()  # as an engine's process does: collecting all loaded objects would pause the engine
     bench, bench_without = Bench(local), Bench(without)
     samples: dict[str, list[float]] = {name: [] for name in kinds}
     not_enabled = list[float]()

@@ -1,13 +1,13 @@
-"""What speculation gives: n-grams and a draft model on a CPU; on a GPU drafts and a coin.
+"""The gain of speculative decoding: n-grams and a draft model on a CPU; on a GPU random acceptance.
 
 python -m baton.bench.decoding.speculation [--gpu] [--shape NAME] [--drafts K] [--only NAME...]
                                            [--out FILE]
 
-On a CPU the bundled model completes code, without, with n-grams and with the bundled draft model,
-each request alone. GPU hosts have no trained checkpoints: there a seeded coin decides which drafts
-the target accepts, and for each draft a head is computed, one layer of the shape and a vocabulary
-of 32k, so that its cost is in the figure. All else is the engine's own: verification, choice of
-lengths, waits.
+On a CPU the bundled model completes code: without drafts, with n-grams and with the bundled draft
+model, each request alone. GPU hosts have no trained checkpoints: there a seeded random generator
+decides which drafts the target accepts, and for each draft a head is computed, one layer of the
+shape and a vocabulary of 32k, so that its cost is in the figure. All else is the engine's own:
+verification, choice of draft lengths, waits.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ from ..floors.gpu_shapes import SHAPES, Shape
 _NUM_TOKENS, _REPEATS, _TIMED_STEPS = 200, 3, 100
 _HEAD_VOCAB = 32_000
 _GPU_SECONDS, _WARMUP_SECONDS = 1.2, 0.5
-_ROOM_TOKENS = 130_000  # for outputs, of all requests
-# Means of 2.6, 1.5 and 1 tokens a step of 3 drafts: each is accepted so often, if those before are.
+_ROOM_TOKENS = 130_000  # for the outputs of all requests
+# The acceptance probability of each of 3 drafts, given that those before it are accepted, for a
+# mean of 2.6, 1.5 and 1 tokens per step.
 _RATES = {"2.6": 0.7162, "1.5": 0.3737, "1.0": 0.0}
 _CASES = [(1, 1024), (64, 4096), (256, 1024), (512, 512)]
 _TARGETS = {"1 x 1024, acceptance 2.6": 1.9, "64 x 4096, acceptance 2.6": 1.8}
-_PROMPTS = (  # the beginnings of files that repeat themselves, as code does
+_PROMPTS = (  # the beginnings of repetitive files, as code often is
     """class Shape:
     def __init__(self, width, height):
         self.width = width
@@ -112,7 +113,7 @@ def engine_of(local: LocalEngine, runner: Runner, proposer: Proposer | None) -> 
 
 
 def code_completion(num_drafts: int) -> list[Figure]:
-    """Tokens a second of one request after the other, greedy and at temperature 0.8."""
+    """Tokens per second of sequential requests, greedy and at temperature 0.8."""
     drafting = {
         "method": "draft_model",
         "model": "demo-draft",
@@ -137,7 +138,7 @@ def code_completion(num_drafts: int) -> list[Figure]:
         for repeat in range(_REPEATS + 1):
             for kind, engine in engines.items():
                 outputs[kind], speed = _complete(engine, prompts, temperature)
-                if repeat:  # before: what is compiled, allocated or learned then
+                if repeat:  # the first pass warms up
                     speeds[kind].append(speed)
         name = f"code completion, temperature {temperature}"
         plain = statistics.median(speeds["without"])
@@ -157,7 +158,7 @@ def code_completion(num_drafts: int) -> list[Figure]:
 
 
 def _step_times(local: LocalEngine) -> Iterator[Figure]:
-    """What a draft takes beside a step that decodes, of one sequence with 200 tokens."""
+    """Time of a draft step beside a decode step, for one sequence of 200 tokens."""
     greedy = SampleSpec(SamplingParams(temperature=0.0), key=0)
     table = range(NUM_RESERVED_BLOCKS, NUM_RESERVED_BLOCKS + 16)
     decode = SequenceSlice((7,), 200, table, greedy)
@@ -185,7 +186,7 @@ def _complete(
         )
         engine.add(Request(f"{index:032x}", 0, prompt, sampling))
         tokens: list[int] = []
-        engine.step()  # of the prompt
+        engine.step()  # prefill
         begin_s = time.perf_counter()
         while engine.has_work:
             tokens += [token.token_id for token in engine.step().tokens]
@@ -194,11 +195,11 @@ def _complete(
     return outputs, sum(map(len, outputs)) / took_s
 
 
-# -- a coin on a GPU ----------------------------------------------------------------------------
+# -- random acceptance on a GPU -----------------------------------------------------------------
 
 
 class _CoinStep:
-    """A step whose drafts are accepted by a coin."""
+    """A step whose drafts are accepted at random."""
 
     def __init__(self, step: LaunchedStep, batch: Sequence[SequenceSlice], coin: CoinRunner):
         self._step, self._batch, self._coin = step, batch, coin
@@ -211,9 +212,9 @@ class _CoinStep:
 
 
 class CoinRunner:
-    """A runner whose target agrees with each draft as often as `rate` says, if it did with those
-    before; in front of each step a head of `shape` is computed for each draft, from a CUDA graph as
-    an engine's heads are."""
+    """A runner whose target accepts each draft with probability `rate`, given that it accepted
+    those before. Before each step it computes a head of `shape` per draft, from a CUDA graph as an
+    engine does."""
 
     runs_ahead = True
 
@@ -228,7 +229,7 @@ class CoinRunner:
         self._weights = [
             torch.randn(size, dtype=torch.bfloat16, device=device) * 0.02 for size in sizes
         ]
-        self._heads: dict[int, torch.cuda.CUDAGraph] = {}  # by rows
+        self._heads: dict[int, torch.cuda.CUDAGraph] = {}  # by number of rows
 
     def launch(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
         counts = [len(piece.draft_samples) for piece in batch]
@@ -242,7 +243,7 @@ class CoinRunner:
 
     @torch.inference_mode()
     def _capture(self, num_rows: int) -> torch.cuda.CUDAGraph:
-        self._head(num_rows)  # what is made or chosen at a first call
+        self._head(num_rows)  # compile and tune before the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -266,7 +267,7 @@ class CoinRunner:
 
 
 class _AnyTokens:
-    """A Proposer of tokens that nobody looks at."""
+    """A Proposer of arbitrary tokens."""
 
     takes_steps = False
 
@@ -278,7 +279,7 @@ class _AnyTokens:
 
 
 def by_coin(shape: Shape, num_drafts: int, only: Sequence[str]) -> list[Figure]:
-    """Tokens a second by batch, context and mean acceptance length."""
+    """Tokens per second by batch, context and mean acceptance length."""
     folder = shape.write_config(Path(tempfile.mkdtemp(prefix="baton-shape-")))
     drafting = {"method": "ngram", "num_speculative_tokens": num_drafts}
     config = EngineConfig(
@@ -294,7 +295,7 @@ def by_coin(shape: Shape, num_drafts: int, only: Sequence[str]) -> list[Figure]:
     local = LocalEngine.load(config, print)
     print("\n".join(local.runner.startup_notes), flush=True)
     gc.collect()
-    gc.freeze()  # as in an engine's process: what was loaded is not looked at again
+    gc.freeze()  # as in an engine's process: loaded objects are excluded from collections
     figures: list[Figure] = []
     for batch, context in _CASES:
         if only and f"{batch} x {context}" not in only:
@@ -322,10 +323,10 @@ def by_coin(shape: Shape, num_drafts: int, only: Sequence[str]) -> list[Figure]:
 def _speed(
     engine: Engine, batch: int, context: int, vocab_size: int
 ) -> tuple[tuple[float, ...], float]:
-    """Tokens a second in steady state, and drafts of a sequence in a step."""
+    """Tokens per second in steady state, and drafts per sequence and step."""
     draw = random.Random(0)
     engine.measure_first_steps(1.5)
-    # Their contexts grow: those of the measurement lie around `context`.
+    # Contexts grow: those of the measurement lie around `context`.
     most = min(2500, _ROOM_TOKENS // batch)
     sampling = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
     requests = []
@@ -353,7 +354,7 @@ def _speed(
 
 
 def _tokens_in(engine: Engine, seconds: float) -> tuple[int, float]:
-    """(Steps, tokens a second)."""
+    """(steps, tokens per second)."""
     begin_s, num_tokens, num_steps = time.perf_counter(), 0, 0
     while (passed_s := time.perf_counter() - begin_s) < seconds:
         num_tokens += len(engine.step().tokens)
@@ -362,7 +363,7 @@ def _tokens_in(engine: Engine, seconds: float) -> tuple[int, float]:
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print, write."""
+    """Measure, print the figures and write them."""
     parser = argparse.ArgumentParser(
         prog="python -m baton.bench.decoding.speculation", description=__doc__
     )

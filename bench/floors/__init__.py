@@ -1,1 +1,1 @@
-"""What a figure is measured against: floors of hardware, shapes of models, tables."""
+"""The references that figures are compared with: hardware floors, model shapes, result tables."""

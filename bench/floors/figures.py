@@ -1,7 +1,7 @@
-"""What a benchmark reports: a measured figure beside the bound that physics or the library sets.
+"""The result of a benchmark: a measured figure beside the bound set by hardware or by a library.
 
-Medians of repeats, with the smallest and the largest for the noise. Knows nothing of what is
-measured.
+Figures are medians over repeats, with minimum and maximum as a measure of noise. Does not depend on
+what is measured.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-_OF_ONE_RUN = ("--commit", "--out")  # arguments, each with its value
+_OF_ONE_RUN = ("--commit", "--out")  # arguments that the recorded command leaves out
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One row. `samples` has one value a repeat; `bound` is a floor for times, a ceiling for rates.
+    """One row of a table. `samples` has one value per repeat; `bound` is a lower bound for times,
+    an upper bound for rates.
 
-    `target` is what the project wants to reach: at most for times, at least for rates.
+    `target` is the project's goal: at most for times, at least for rates.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Figure:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the target is reached; None without one."""
+        """Whether the target is reached; None without a target."""
         if self.target is None:
             return None
         return self.median >= self.target if self.is_rate else self.median <= self.target
@@ -67,21 +68,21 @@ class Figure:
 
 
 def time_s(action: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """The duration of one call."""
     began_s = time.perf_counter()
     action()
     return time.perf_counter() - began_s
 
 
 def repeat_s(action: Callable[[], object], repeats: int, warmups: int = 1) -> tuple[float, ...]:
-    """How long each of some calls takes, after some that do not count."""
+    """The durations of `repeats` calls, after warm-up calls that do not count."""
     for _ in range(warmups):
         action()
     return tuple(time_s(action) for _ in range(repeats))
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """For people: one row a figure."""
+    """A text table for people: one row per figure."""
     rows = [("", "median", "min - max", "bound", "target", "")]
     for f in figures:
         noise = f"{_number(min(f.samples))} - {_number(max(f.samples))}"
@@ -93,7 +94,7 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def _pad(cell: str, width: int, column: int) -> str:
-    """Words to the left, numbers to the right."""
+    """Align text to the left, numbers to the right."""
     return cell.ljust(width) if column in (0, 5) else cell.rjust(width)
 
 
@@ -102,7 +103,7 @@ def _number(value: float) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures come from."""
+    """The machine on which the figures are measured."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _cpu_model(),
@@ -119,7 +120,7 @@ def _cpu_model() -> str:
 
 
 def commit() -> str:
-    """The commit that was measured; `+` where files differ from it."""
+    """The commit that was measured; with `+` if the work tree differs from it."""
     said = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
         cwd=ROOT,
@@ -131,8 +132,7 @@ def commit() -> str:
 
 
 def command_line(module: str, argv: Sequence[str]) -> str:
-    """What to type for the same run of `bench/module`; not where it is written, and as which
-    commit."""
+    """The command that repeats this run of `bench/module`, without output path and commit."""
     before = [None, *argv]
     words = (
         word
@@ -145,7 +145,7 @@ def command_line(module: str, argv: Sequence[str]) -> str:
 def write_figures(
     path: Path, figures: Sequence[Figure], command: str, measured: str | None
 ) -> None:
-    """One list of figures as JSON; `measured`: the commit, where git does not know it."""
+    """Write one list of figures as JSON. `measured`: the commit, if git does not know it."""
     result = {
         "commit": measured or commit(),
         "command": command,

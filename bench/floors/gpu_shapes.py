@@ -1,14 +1,14 @@
-"""The models that the GPU figures are about, by shape alone, and the floors that follow from it.
+"""The models of the GPU figures, by shape alone, and the floors that follow from the shapes.
 
     decode step   = max(bytes / bandwidth, operations / rate)
     prefill       = max(bytes / bandwidth, operations / rate)
 
-bytes: all weights but the input embedding once, of experts those that uniform routing touches, and
-for a decode the KV of all positions; a prefill computes the LM head for the last position of each
-prompt only; operations: 2 a weight and token, and 4 a head, dimension, query and key it sees.
-Bandwidth and rate are what a card gave for a large copy and a large product, not its data sheet.
-Weights in FP8 are a byte each, scales not counted, in int4 half a byte with their scales, without
-the LM head. Its products are in bf16, as all are with weights in int4.
+bytes: all weights except the input embedding once, of experts those that uniform routing activates,
+and for a decode the KV of all positions; a prefill computes the LM head for the last position of
+each prompt only. operations: 2 per weight and token, and 4 per head, dimension and query-key pair.
+Bandwidth and rate were measured with a large copy and a large GEMM, not taken from the data sheet.
+Weights in FP8 are a byte each, without scales; in int4 half a byte with their scales. The LM head
+is not quantised: its GEMM is in bf16, as are all GEMMs with weights in int4.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 
 BYTES_PER_S = 4.3e12  # of an H200
 _BYTES_PER_S_OF = {"H100": 3.0e12}
-FLOPS = 790e12  # of both
-FP8_FLOPS, FP8_BLOCK_FLOPS = 1400e12, 1100e12  # with a scale for each row, for each block
+FLOPS = 790e12  # of H100 and H200
+FP8_FLOPS, FP8_BLOCK_FLOPS = 1400e12, 1100e12  # with row-wise scales, with block-wise scales
 LINK_BYTES_PER_S = 450e9  # NVLink of one GPU, each way
 _BF16 = 2
 _INT4 = 0.5 + 4 / 128
-_SCALE = 4  # of a token, head, K or V, beside values of a byte each
+_SCALE = 4  # bytes per token, head and K or V, in addition to one byte per value
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -33,13 +33,13 @@ _ARCHITECTURES = {
 
 
 def bytes_per_s(card: str) -> float:
-    """Of a card by its name; of one that is not known an H200's."""
+    """The memory bandwidth of a card by its name; that of an H200 if the card is unknown."""
     return next((rate for name, rate in _BYTES_PER_S_OF.items() if name in card), BYTES_PER_S)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama or its kin, by its config.json."""
+    """The shape of a Llama-like model, as in its config.json."""
 
     name: str
     layers: int
@@ -50,16 +50,17 @@ class Shape:
     inner: int
     vocab: int
     is_tied: bool = False
-    has_qk_norm: bool = False  # Qwen3's, else Llama's architecture
+    has_qk_norm: bool = False  # as in Qwen3; else Llama's architecture
     is_kv_8bit: bool = False
-    # fp8: by row; fp8-block: by block, as a checkpoint has it; int4: in groups of 128
+    # fp8: row-wise scales; fp8-block: block-wise, as in a checkpoint; int4: groups of 128
     quantization: str | None = None
-    experts: int = 0  # Qwen3-MoE's, each of `inner`; 0: one MLP
-    chosen: int = 0  # experts a token
-    bytes_per_s: float = BYTES_PER_S  # of the card
+    experts: int = 0  # as in Qwen3-MoE, each of size `inner`; 0: one MLP
+    chosen: int = 0  # experts per token
+    bytes_per_s: float = BYTES_PER_S  # memory bandwidth of the card
 
     def touched(self, num_tokens: int) -> float:
-        """How many experts of a layer so many tokens choose, if they choose uniformly."""
+        """The expected number of experts per layer that `num_tokens` tokens choose, with uniform
+        routing."""
         return self.experts * (1 - (1 - self.chosen / self.experts) ** num_tokens)
 
     def _layer_weights(self, num_mlps: float) -> float:
@@ -68,12 +69,12 @@ class Shape:
         return self.layers * (attention + router + 3 * self.hidden * self.inner * num_mlps)
 
     def layer_weights_read(self, num_tokens: int) -> float:
-        """Those that a step of so many tokens needs."""
+        """The layer weights that a step of `num_tokens` tokens reads."""
         return self._layer_weights(self.touched(num_tokens) if self.experts else 1)
 
     @property
     def layer_weights(self) -> float:
-        """Those that one token is multiplied with."""
+        """The layer weights that one token is multiplied with."""
         return self._layer_weights(self.chosen if self.experts else 1)
 
     @property
@@ -87,26 +88,26 @@ class Shape:
 
     @property
     def kind(self) -> str:
-        """As transformers calls it."""
+        """The model type of transformers."""
         if self.experts:
             return "qwen3_moe"
         return "qwen3" if self.has_qk_norm else "llama"
 
     @property
     def _weight_bytes(self) -> float:
-        """Of a weight of a layer."""
+        """Bytes of one layer weight."""
         if self.quantization == "int4":
             return _INT4
         return 1 if self.quantization else _BF16
 
     @property
     def _layer_flops(self) -> float:
-        """Operations a second of products in layers."""
+        """Peak operations per second of GEMMs in layers."""
         rates = {"fp8": FP8_FLOPS, "fp8-block": FP8_BLOCK_FLOPS}
         return rates.get(self.quantization or "", FLOPS)
 
     def part(self, count: int) -> Shape:
-        """What one of `count` ranks has, as a model of its own: fewer GPUs can run it."""
+        """The part of one of `count` ranks, as a model of its own that fewer GPUs can run."""
         return replace(
             self,
             name=self.name if count == 1 else f"{self.name}/{count}",
@@ -117,12 +118,12 @@ class Shape:
         )
 
     def decode_floor_ms(self, batch: int, context: int) -> float:
-        """One step of `batch` sequences that see `context` positions each."""
+        """One step of `batch` sequences with a context of `context` tokens each."""
         head_bytes = self.head_weights * _BF16
         read_bytes = self.layer_weights_read(batch) * self._weight_bytes + head_bytes
         num_bytes = read_bytes + batch * context * self.kv_bytes_per_token
         attention = 4 * self.layers * self.heads * self.head_dim * context * batch
-        # The products are bound by arithmetic or by reading weights, attention by reading KV.
+        # GEMMs are bound by operations or by reading weights, attention by reading KV.
         products_s = max(
             2 * self.layer_weights * batch / self._layer_flops
             + 2 * self.head_weights * batch / FLOPS,
@@ -143,12 +144,12 @@ class Shape:
         return max(num_prompts * (products_s + attention / FLOPS), reading_s) * 1e3
 
     def sums_floor_ms(self, num_tokens: int, num_gpus: int) -> float:
-        """Adding up over the GPUs behind attention and MLP of every layer: bytes over the links."""
+        """The all-reduces after attention and MLP of every layer: bytes over the links."""
         num_bytes = 2 * self.layers * num_tokens * self.hidden * _BF16
         return num_bytes * 2 * (num_gpus - 1) / num_gpus / LINK_BYTES_PER_S * 1e3
 
     def write_config(self, folder: Path) -> Path:
-        """A model directory with a config.json alone, for `--load-format dummy`."""
+        """Create a model directory with only a config.json, for `--load-format dummy`."""
         config = {
             "architectures": [_ARCHITECTURES[self.kind]],
             "model_type": self.kind,
@@ -199,7 +200,7 @@ SHAPES = {
         ),
         Shape("llama-3.1-70b", 80, 8192, 64, 8, 128, 28_672, 128_256),
         Shape(*("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, 151_936), is_tied=True, has_qk_norm=True),
-        # Llama's first models, of which papers report: every head has its own keys and values.
+        # Llama's first models, as used in papers: multi-head attention without grouped KV heads.
         Shape("llama-7b", 32, 4096, 32, 32, 128, 11_008, 32_000),
         Shape("llama-13b", 40, 5120, 40, 40, 128, 13_824, 32_000),
         Shape("llama-65b", 80, 8192, 64, 64, 128, 22_016, 32_000),

@@ -1,7 +1,7 @@
-"""Seconds from starting a process to an engine that is ready, its weights in the page cache.
+"""Seconds from a process start until its engine is ready, with the weights in the page cache.
 
-Run as a module it is that process: it prints what became ready when, as JSON. The first start finds
-no compiled Triton kernel, the second all of them.
+Run as a module, this file is that process: it prints as JSON when each part was ready. The first
+start finds no compiled Triton kernel, the second finds all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TARGET_S = 25.0
 
 
 def write_checkpoint(folder: Path, model: Decoder) -> int:
-    """The model's weights as safetensors, a file for each layer; their bytes."""
+    """Save the model's weights as safetensors, one file per layer; returns their size in bytes."""
     weight_map: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     num_bytes = 0
@@ -46,13 +46,13 @@ def write_checkpoint(folder: Path, model: Decoder) -> int:
 
 
 def _part(name: str) -> str:
-    """Where a tensor is kept: by layer, what belongs to none by its own name."""
+    """The file of a tensor: its layer, or the tensor's own name outside layers."""
     parts = name.split(".")
     return f"{int(parts[2]):03}" if parts[1] == "layers" else "-".join(parts)
 
 
 def start_up(folder: Path, num_bytes: int, attention_backend: str) -> tuple[list[Figure], Any]:
-    """(seconds of the first and the second start, what each said)."""
+    """(seconds of the first and the second start, the report of each)."""
     figures, said = [], []
     with tempfile.TemporaryDirectory(prefix="baton-triton-") as cache:
         for name in ("first start to ready", "start to ready"):
@@ -80,7 +80,7 @@ def start_up(folder: Path, num_bytes: int, attention_backend: str) -> tuple[list
 
 
 def main(argv: list[str]) -> int:
-    """Start an engine over the model in argv[0], and say how long it took."""
+    """Start an engine over the model in argv[0] and print how long it took."""
     imported_s = time.perf_counter()
     folder, attention_backend = argv
     runner = ModelRunner(
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
     )
     seconds = time.perf_counter() - imported_s
     print(json.dumps([f"behind the imports: {seconds:.1f} s", *runner.startup_notes]), flush=True)
-    os._exit(0)  # ready: what ending takes is not measured
+    os._exit(0)  # the shutdown is not measured
 
 
 if __name__ == "__main__":

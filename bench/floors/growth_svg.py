@@ -1,6 +1,6 @@
-"""How a decode step grows with batch and context, as an SVG beside the JSON it is drawn from.
+"""The growth of a decode step with batch and context, as an SVG next to its JSON results.
 
-The JSON is what `python -m baton.bench.gpu --growth` writes.
+The JSON file is written by `python -m baton.bench.gpu --growth`.
 
 python -m baton.bench.floors.growth_svg [RESULTS.json]
 """
@@ -23,7 +23,7 @@ Points = Sequence[tuple[int, float]]
 
 
 def main(argv: list[str]) -> int:
-    """Draw one result file."""
+    """Draw one results file."""
     source = Path(argv[0]) if argv else ROOT / "bench" / "results" / "gpu.json"
     result = json.loads(source.read_text())
     rows = [
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 
 def _panel(left: int, label: str, measured: Points, floors: Points) -> str:
-    """One plot: a logarithmic axis below, milliseconds from 0 on to the left."""
+    """One plot: a logarithmic x axis, and milliseconds from 0 on the y axis."""
     left += _LEFT
     xs = [x for x, _ in measured]
     low, high = math.log2(min(xs)), math.log2(max(xs))

@@ -1,1 +1,1 @@
-"""The rate at which requests keep their targets, of whole systems over HTTP."""
+"""Goodput: the rate at which requests meet their targets, for whole systems over HTTP."""

@@ -1,15 +1,16 @@
 """python -m baton.bench.goodput --shape SHAPE --gpus 0,1 [--cells ...] [--modes ...] [...]
 
-Poisson arrivals over HTTP from several processes, at several rates, on every way to serve them:
-which rate keeps 90 % of its requests within TTFT 1 s and Y for the 99th percentile of their gaps.
+Poisson arrivals over HTTP from several processes, at several rates, for each way to serve them.
+Finds the rate at which 90 % of the requests keep TTFT within 1 s and the 99th percentile of their
+gaps within Y.
 
     disaggregated, aggregated, auto   as `baton up --mode`; the last two promise Y, less a margin
     P+D                               disaggregated, with engines on P cards and on D others
     vllm-TOKENS                       a replica of vLLM on each card, with chunks of TOKENS
-    NAME                              of --running NAME=URL[,URL]: servers that are there already
+    NAME                              of --running NAME=URL[,URL]: servers that already run
 
-What it will take is printed first. The file of results is written after each rate; a later call
-with --resume goes on where an earlier one was cut off.
+The expected duration is printed first. The results file is written after each rate; a later call
+with --resume continues where an earlier one was interrupted.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ from .cells import (
 )
 from .results import Results, key_of
 
-_MODEL = "m"  # its name for clients
-_VLLM_MODEL_LEN = 40_000  # where no length is given
-_WARM_UP_S = 5.0  # of requests behind a start
+_MODEL = "m"  # the model name that clients use
+_VLLM_MODEL_LEN = 40_000  # if no length is given
+_WARM_UP_S = 5.0  # duration of the warm-up requests after a start
 _HOPELESS_SHARE = 0.5
 _MARGIN = 0.04
-# One client stamps the tokens of an engine's step one after the other.
+# A client timestamps the tokens of an engine's step one after the other.
 _NUM_CLIENTS = max(6, len(os.sched_getaffinity(0)) // 2)
 
 
@@ -113,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     default = ROOT / "bench" / "results" / "goodput.json"
     parser.add_argument("--out", type=Path, default=default)
     flags.add_flags(parser, EngineConfig, NodeConfig, GatewayConfig)
-    parser.set_defaults(slo_ttft_s=figures.TTFT_S)  # promises move for it
+    parser.set_defaults(slo_ttft_s=figures.TTFT_S)  # the goal of moving promises
     return parser
 
 
@@ -130,7 +131,7 @@ class Sweep:
         self._began_s = time.monotonic()
 
     def start_s(self, start: Start) -> float:
-        """How long a system will take to come up, and to warm up."""
+        """The expected time for a system to start and warm up."""
         warm_s = _warm_up(start.runs[0]).most_s
         if start.mode in self._running:
             return warm_s
@@ -139,7 +140,7 @@ class Sweep:
         return float(took_s) + warm_s
 
     def measure(self, start: Start) -> None:
-        """Every run of a start; each is written at once."""
+        """Measure every run of a start and write each result at once."""
         left_s = self._left_s()
         if self.start_s(start) + start.runs[0].most_s > left_s:
             print(f"{start.name}: not begun, {left_s:.0f} s are left", flush=True)
@@ -164,7 +165,8 @@ class Sweep:
         return float("inf") if budget_s is None else budget_s - took_s
 
     def _run(self, start: Start, target: str, run: Run) -> float:
-        """One rate; the share of its requests that are good for their Y, or for any."""
+        """Measure one rate; returns the share of its requests that are good for the run's Y, or the
+        largest share over all Ys if it has none."""
         seen: clocks.Clocks = {}
         began_s, before = time.monotonic(), _metrics(target)
         with clocks.recorded(seen):
@@ -213,7 +215,7 @@ class Sweep:
             yield target
 
     def _deployment(self, mode: str) -> UpConfig:
-        """Of a mode of ours; without GPUs a card is an engine on the CPU."""
+        """The deployment of one of our modes; without GPUs each card is an engine on the CPU."""
         on_cpu, split = self._engine.device == "cpu", split_of(mode)
         if split is None:
             num_decode = num_cards(self._arguments) if on_cpu and mode == AGGREGATED else 1
@@ -243,8 +245,8 @@ class Sweep:
 
 
 def label(mode: str, arguments: argparse.Namespace) -> str:
-    """A mode's name in the results: of ours with its number of gateways and its margin, where these
-    are not the defaults."""
+    """The name of a mode in the results: ours include number of gateways and margin, if these are
+    not the defaults."""
     parts = [mode]
     is_ours = mode in (*PROMISING, DISAGGREGATED) or split_of(mode) is not None
     if is_ours and arguments.num_gateways > 1:
@@ -255,7 +257,7 @@ def label(mode: str, arguments: argparse.Namespace) -> str:
 
 
 def _warm_up(first: Run) -> Run:
-    """Some requests that nobody counts."""
+    """Warm-up requests, which do not count."""
     timing = Timing(min(_WARM_UP_S, first.timing.count_s), 0.0)
     return replace(first, timing=timing, rate_per_s=first.rate_per_s / 2)
 
@@ -278,7 +280,7 @@ def _line(found: dict[str, object]) -> str:
 
 
 def _metrics(target: str) -> str:
-    """Of a gateway of ours; empty of a server that has none."""
+    """The metrics of our gateway; empty for a server without metrics."""
     try:
         with urlopen(f"{target.split(',')[0]}/metrics", timeout=10) as answer:
             return str(answer.read().decode())
@@ -291,20 +293,20 @@ def _gpus(arguments: argparse.Namespace) -> list[str]:
 
 
 def _gpu_groups(arguments: argparse.Namespace) -> list[str]:
-    """Those of each replica."""
+    """The GPUs of each replica."""
     gpus, size = _gpus(arguments), arguments.tensor_parallel_size
     return [",".join(gpus[first : first + size]) for first in range(0, len(gpus), size)]
 
 
 def num_cards(arguments: argparse.Namespace) -> int:
-    """GPUs, or the engines on a CPU."""
+    """The number of GPUs, or of engines on a CPU."""
     if arguments.device == "cpu":
         return arguments.num_engines or 2
     return len(_gpus(arguments))
 
 
 def _cards(arguments: argparse.Namespace) -> str:
-    """What the systems run on, for people."""
+    """A description of the hardware, for people."""
     if arguments.device == "cpu":
         return "CPU"
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -316,7 +318,7 @@ def _cards(arguments: argparse.Namespace) -> str:
 
 
 def write_model(shape: Shape, folder: Path) -> None:
-    """A directory for dummy weights, with a tokenizer of one word a token."""
+    """A model directory for dummy weights, with a tokenizer of one word per token."""
     shape.write_config(folder)
     words = {f"t{index}": index for index in range(shape.vocab)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
@@ -329,7 +331,7 @@ def write_model(shape: Shape, folder: Path) -> None:
 def without_measured(
     starts: Sequence[Start], results: Results, arguments: argparse.Namespace
 ) -> list[Start]:
-    """Those runs alone that the file does not have."""
+    """The starts with only those runs that are not in the results file."""
     rest = []
     for start in starts:
         name = label(start.mode, arguments)
@@ -340,7 +342,7 @@ def without_measured(
 
 
 def main(argv: list[str]) -> int:
-    """Plan, measure, write."""
+    """Plan, measure and write the results."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     arguments.served_model_name = _MODEL

@@ -1,9 +1,9 @@
-"""What is measured: kinds of requests, the rates to try for each way to serve them, how long that
-takes. Pure.
+"""The plan of a sweep: kinds of requests, the rates to try for each way to serve them, and the
+expected durations. Pure.
 
-A start is a system that comes up once and serves all its runs. An engine's own promise is the
-largest Y of its start; a request carries its own, which counts down to half of the engine's.
-Without a promise one run of a rate says how many requests keep each Y.
+A start brings up one system, which serves all its runs. The promise of an engine is the
+largest Y of its start; each request carries its own Y, which is honoured down to half of the
+engine's. Without a promise, one run of a rate shows how many requests keep each Y.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from ..serve.clients.workloads import LoadShape, Workload, make_workload
 DISAGGREGATED, AGGREGATED, AUTO = "disaggregated", "aggregated", "auto"
 MODES = (DISAGGREGATED, AGGREGATED, AUTO)
 PROMISING = (AGGREGATED, AUTO)
-VLLM = "vllm-"  # and the tokens of a chunk
-PREDICTED_CARDS = 2  # of the rates below
-ANY_CELL = ""  # that has no rates of its own
-_RUN_OVERHEAD_S = 5.0  # generators start, draw prompts, write what they saw
-_TPOT_S = 0.02  # of requests that nothing is known of
+VLLM = "vllm-"  # followed by the tokens per chunk
+PREDICTED_CARDS = 2  # number of cards for the rates below
+ANY_CELL = ""  # rates for cells without their own
+_RUN_OVERHEAD_S = 5.0  # generators start, draw prompts and write their records
+_TPOT_S = 0.02  # of requests without known times
 
-# By the mode, then by Y in ms: requests a second. 0 stands for any Y.
+# Requests per second by mode, then by Y in ms; 0 stands for any Y.
 Rates = Mapping[str, Mapping[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One kind of request. `lifetime_s`: of one, at a rate that is served well.
+    """One kind of request. `lifetime_s`: duration of one request at a rate that is served well.
 
-    `fixed_rate`: on two cards, where one rate is measured and not the highest; `predicted`: by
-    simulation, on two H200s with the 8B shape. `num_streams`: that run all the time beside them.
+    `fixed_rate`: on two cards, for a cell that is measured at one rate and not at its highest;
+    `predicted`: by simulation, on two H200s with the 8B shape.
     """
 
     name: str
@@ -44,13 +44,14 @@ class Cell:
     mix: str = "poisson"
 
     def within(self, max_tokens: int | None) -> Cell:
-        """Only requests that fit a context; None: any."""
+        """The cell restricted to requests that fit a context of `max_tokens`; None: no limit."""
         if max_tokens is None:
             return self
         return replace(self, shape=replace(self.shape, max_tokens=max_tokens))
 
     def predicted_rate(self, mode: str, y_ms: float | None) -> float:
-        """On two cards. Raises ValueError where nothing is known of such requests."""
+        """The rate predicted for two cards. Raises ValueError if the cell has no predictions for
+        the mode."""
         of_mode = (self.predicted or {}).get(mode)
         if not of_mode:
             raise ValueError(f"no rates are predicted for {self.name}, {mode}: give --rates")
@@ -99,7 +100,8 @@ SHAREGPT = Cell("sharegpt", LoadShape(num_streams=0), 10.0, mix="sharegpt")
 
 
 def cell_named(name: str) -> Cell:
-    """Of CELLS, SHAREGPT, or IN/OUT of any lengths. Raises ValueError."""
+    """The cell of this name: one of CELLS, SHAREGPT, or IN/OUT of any lengths. Raises
+    ValueError."""
     if name in CELLS:
         return CELLS[name]
     if name == SHAREGPT.name:
@@ -113,8 +115,9 @@ def cell_named(name: str) -> Cell:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long a rate is sent: requests of `count_s` count, behind `warm_lifetimes` of theirs; one
-    more follows, so that the last that count end under the same load."""
+    """How long a rate is sent: warm-up for `warm_lifetimes` lifetimes of a request, then `count_s`
+    seconds that count, then one more lifetime, so that the last counted requests end under the same
+    load."""
 
     count_s: float = 60.0
     warm_lifetimes: float = 2.0
@@ -122,7 +125,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One rate. `y_ms`: what its requests ask their engines for; None: nothing."""
+    """A run at one rate. `y_ms`: the TBT target that its requests carry; None: no target."""
 
     cell: Cell
     rate_per_s: float
@@ -140,7 +143,7 @@ class Run:
 
     @property
     def most_s(self) -> float:
-        """From its begin to its end, if requests take as long as they may."""
+        """The longest time from begin to end, if each request takes its full lifetime."""
         return _RUN_OVERHEAD_S + self._sending_s + self.drain_s
 
     @property
@@ -148,8 +151,8 @@ class Run:
         return self.warmup_s + self.timing.count_s + self.cell.lifetime_s
 
     def workload(self) -> Workload:
-        """Requests of all modes and Ys come at the same times and are as long. A system is never
-        sent a prompt twice, so that nothing is cached."""
+        """Requests of all modes and Ys have the same arrival times and lengths, but different
+        tokens, so that a system never gets a prompt twice and has none cached."""
         num_streams = self.cell.shape.num_streams * self.num_cards // PREDICTED_CARDS
         shape = replace(
             self.cell.shape,
@@ -171,7 +174,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A system that comes up once. `promise_ms`: of its engines, the largest Y of its runs."""
+    """A system that is brought up once. `promise_ms`: the promise of its engines, the largest Y of
+    its runs."""
 
     mode: str
     promise_ms: float | None
@@ -183,7 +187,7 @@ class Start:
 
 
 def rates_by_cell(texts: Sequence[str]) -> Mapping[str, Sequence[float]]:
-    """Of `RATE` and `CELL=RATE`. Raises ValueError."""
+    """Parse `RATE` and `CELL=RATE`. Raises ValueError."""
     found: dict[str, list[float]] = {}
     for text in texts:
         cell, _, rate = text.rpartition("=")
@@ -192,13 +196,13 @@ def rates_by_cell(texts: Sequence[str]) -> Mapping[str, Sequence[float]]:
 
 
 def split_of(mode: str) -> tuple[int, int] | None:
-    """The prefill and the decode engines of a mode that fixes them: P+D."""
+    """The numbers of prefill and decode engines of a mode P+D; None for another mode."""
     found = re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)", mode)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def promise_groups(ys_ms: Sequence[float]) -> list[list[float]]:
-    """What one start each can serve, the largest first."""
+    """Groups of Ys that one start can serve, the largest first."""
     groups: list[list[float]] = []
     for y_ms in sorted(set(ys_ms), reverse=True):
         if groups and y_ms >= groups[-1][0] / 2:
@@ -218,9 +222,9 @@ def plan(
     num_cards: int,
     most_engines: int | None = None,
 ) -> Iterator[Start]:
-    """All starts, one after the other. `rates` of a cell, or of ANY_CELL, take the place of the
-    predicted ones times `factors`; rates ascend. Raises ValueError where there are neither, or a
-    mode fixes more than `most_engines`."""
+    """All starts, one after the other. `rates` of a cell, or of ANY_CELL, replace the predicted
+    rates times `factors`; rates ascend. Raises ValueError if a cell has neither, or if a mode needs
+    more than `most_engines`."""
 
     def rates_of(cell: Cell, mode: str, y_ms: float | None) -> Sequence[float]:
         if given := rates.get(cell.name) or rates.get(ANY_CELL):

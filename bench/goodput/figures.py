@@ -1,8 +1,8 @@
 """From the records of a run to its figures, and from those of several rates to goodput. Pure.
 
-A request is good for Y if all its tokens came, the first within a second, the 99th percentile of
-its own gaps is within Y, and its first gap, which a hand-off may be in, is within 4 Y. A rate is
-kept if 90 % of its requests are good, and goodput is the highest of which that is so.
+A request is good for Y if all its tokens arrived, the first within a second, the 99th percentile of
+its own gaps is within Y, and its first gap, which may include a hand-off, is within 4 Y. A rate is
+kept if 90 % of its requests are good; goodput is the highest rate that is kept.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_good(record: Record, y_s: float) -> bool:
 
 
 def keeps(times: TokenTimes, y_s: float) -> bool:
-    """Whether the tokens that came did so in time."""
+    """Whether the tokens that arrived did so in time."""
     return (
         times.ttft_s is not None
         and times.ttft_s <= TTFT_S
@@ -48,12 +48,12 @@ def keeps(times: TokenTimes, y_s: float) -> bool:
 
 
 def counted(records: Iterable[Record], window: ReportWindow) -> list[Record]:
-    """The requests that were due in the window; streams of the background are none."""
+    """The requests that were due in the window, without background streams."""
     return [one for one in records if one.group == PROBE and window.holds(one.due_s)]
 
 
 def attained(records: Sequence[Record], ys_ms: Sequence[float]) -> dict[str, float]:
-    """By Y, the share of these requests that are good; 0 of none."""
+    """The share of good requests by Y; 0 if there are no requests."""
     return {
         f"{y_ms:g}": sum(is_good(one, y_ms / 1000) for one in records) / max(1, len(records))
         for y_ms in ys_ms
@@ -63,8 +63,9 @@ def attained(records: Sequence[Record], ys_ms: Sequence[float]) -> dict[str, flo
 def summarise(
     records: Sequence[Record], window: ReportWindow, ys_ms: Sequence[float]
 ) -> dict[str, Any]:
-    """All figures of a run, times in ms; TTFT and gaps are of what came of them. Normalised latency
-    is a request's time by its tokens, the mean over those that ended (Orca, vLLM)."""
+    """All figures of a run, times in ms; TTFT and gaps include requests that did not end well.
+    Normalised latency is a request's time per token, averaged over completed requests (Orca,
+    vLLM)."""
     whole = report.summarise(records, window, _SLO, num_prefills=0)
     that_count = counted(records, window)
     lifetimes_s = [one.times.e2e_s for one in that_count if one.times.e2e_s and not one.error]
@@ -89,9 +90,9 @@ def summarise(
 
 
 def goodput(points: Mapping[float, float]) -> tuple[float, float]:
-    """From rates and the share of good requests at each: the highest rate that is kept, as are all
-    below it, and where a line to the next one crosses KEPT_SHARE. 0 if none is kept; both are equal
-    if all are, and goodput is at least that."""
+    """From the share of good requests by rate: the highest rate that is kept and below which all
+    rates are kept, and where the line to the next rate crosses KEPT_SHARE. Both are 0 if no rate is
+    kept, and the highest rate if all are, which is then a lower bound."""
     ordered = sorted(points.items())
     kept = [rate for rate, _ in takewhile(lambda point: point[1] >= KEPT_SHARE, ordered)]
     if len(kept) == len(ordered) or not kept:
@@ -101,13 +102,14 @@ def goodput(points: Mapping[float, float]) -> tuple[float, float]:
 
 
 def step_cost_errors(metrics: str) -> dict[str, float]:
-    """By node, from a gateway's metrics: the relative error of predicted steps, 90th percentile."""
+    """From a gateway's metrics, by node: the 90th percentile of the relative error of predicted
+    steps."""
     return _by_node(metrics, "engine_step_cost_error")
 
 
 def kept_steps(before: str, after: str) -> dict[str, float]:
-    """By node, of the steps that were promised something between two looks at a gateway's metrics:
-    which share kept it, on the engine's own clock."""
+    """By node, from a gateway's metrics at two times: the share of steps with a promise that kept
+    it, on the engine's own clock."""
     promised, kept = (
         {
             node: count - _by_node(before, name).get(node, 0.0)

@@ -1,4 +1,4 @@
-"""The file of results: what every run found, written after each, and added to by later calls."""
+"""The results file: the figures of every run, written after each, which later calls extend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .cells import Run
 
 
 def key_of(mode: str, run: Run) -> dict[str, Any]:
-    """What a row is found by, beside the machine."""
+    """The key of a row, in addition to the machine."""
     return {
         "mode": mode,
         "cell": run.cell.name,
@@ -24,9 +24,9 @@ def key_of(mode: str, run: Run) -> dict[str, Any]:
 
 
 class Results:
-    """`goodput.json`: one entry for each call in `calls`, and rows that name theirs by number.
+    """`goodput.json`: one entry per call in `calls`, and rows that refer to their call by number.
 
-    A later row takes the place of an earlier one with the same key of the same cards.
+    A later row replaces an earlier one with the same key and cards.
     """
 
     def __init__(self, path: Path, commit: str, command: str, cards: str) -> None:
@@ -44,7 +44,7 @@ class Results:
         self._number: int | None = None
 
     def has(self, key: Mapping[str, Any]) -> bool:
-        """Whether this commit was measured so on such cards."""
+        """Whether the key was measured at this commit on such cards."""
         return any(
             self._is(row, key) and self._call_of(row)["commit"] == self._commit
             for row in self._content["rows"]

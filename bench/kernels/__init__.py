@@ -1,1 +1,1 @@
-"""What single kernels take: products of weights, and mixtures of experts."""
+"""The time of single kernels: weight GEMMs, mixtures of experts, prefill attention."""

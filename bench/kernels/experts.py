@@ -1,12 +1,12 @@
-"""Mixtures of experts on a GPU: which plan is fastest for how many tokens; writes the table.
+"""Mixtures of experts on a GPU: finds the fastest plan by number of tokens and writes the table.
 
 python -m baton.bench.kernels.experts [--mixtures NAME...] [--weights bf16|fp8|fp8-block|int4]
                                       [--tokens N,N] [--tp N] [--persistent] [--dry] [--out FILE]
 
-Each product is measured by itself in a CUDA graph, over several routings (uniform, so that no cache
-holds the weights); then the whole layer with the best cuts of each tile size, and by single pairs.
-Floor: reading the weights of the experts that are touched, or multiplying. Every plan's output is
-compared with plain torch's.
+Each GEMM is measured alone in a CUDA graph, over several routings (uniform, so that no cache holds
+the weights); then the whole layer with the best cuts of each tile size, and with single pairs.
+Floor: reading the weights of the activated experts, or operations. Every plan's output is compared
+with plain torch's.
 """
 
 from __future__ import annotations
@@ -65,15 +65,16 @@ _ROUTINGS = 4
 _COMPILERS = 14
 _SHARED_BYTES = 227 << 10
 _MAX_FEW_TOKENS = 16
-# Relative, in the norm: of bf16, and of activations in FP8, which plain torch has of all rows.
+# Relative error in the norm: with bf16, and with FP8 activations, which plain torch quantises in
+# all rows.
 _TOLERANCE, _FP8_TOLERANCE = 2e-2, 8e-2
 _QUANTISE = {"fp8": quantise_rows, "fp8-block": quantise_blocks}
-_BYTES = {"": 2, "int4": 0.5 + 4 / CHUNK}  # of a weight; else 1
+_BYTES = {"": 2, "int4": 0.5 + 4 / CHUNK}  # bytes per weight; else 1
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """One layer of a model."""
+    """The sizes of one layer, and the number of layers."""
 
     num_experts: int
     num_chosen: int
@@ -89,7 +90,8 @@ MIXTURES = {
 
 
 def few_plans(weights: str) -> list[Few]:
-    """The candidates for single pairs; of FP8 as many bytes are in flight with more inputs."""
+    """The candidates for single pairs of token and expert; FP8 needs more inputs for as many bytes
+    in flight."""
     if weights == "int4":
         return []
     sizes = [(2, 1024), (4, 1024), (4, 2048), (8, 1024)]
@@ -153,8 +155,8 @@ def _int4_cuts(rows: int) -> list[Cut]:
 
 
 def persistent_plans(layer: Layer, num_tokens: int) -> list[Persistent]:
-    """The candidates, each with next to all of shared memory or so much that another kernel's
-    programs have room."""
+    """The candidates; each takes nearly all of shared memory, or leaves room for another kernel's
+    programs."""
     mixture, is_fp8 = layer.mixture, layer.weights in _QUANTISE
     if not sizes_of(mixture).is_whole:
         return []
@@ -165,14 +167,14 @@ def persistent_plans(layer: Layer, num_tokens: int) -> list[Persistent]:
 
 
 def kinds_of_rows(rows: int, weights: str) -> tuple[bool, ...]:
-    """Whether activations are tried in FP8, or not."""
+    """Whether FP8 activations are tried, or bf16, or both."""
     if weights in ("", "int4"):
         return (False,)
     return (False, True) if rows == 16 else (True,)
 
 
 def tile_rows(num_pairs: int, num_experts: int) -> list[int]:
-    """Those worth a look for so many rows an expert."""
+    """The tile heights worth trying for the mean number of rows per expert."""
     mean = num_pairs / min(num_pairs, num_experts)
     fitting = [rows for rows in (16, 32, 64) if rows <= max(16, 4 * mean) and 4 * rows >= mean]
     return fitting + ([128] if mean >= 32 else [])
@@ -201,13 +203,13 @@ class Layer:
         return choose_and_order(logits, self.mixture, None, rows)
 
     def in_fp8(self, x: Tensor) -> Fp8Groups:
-        """As kernels quantise it; its router's product is thrown away."""
+        """Quantise x as the router kernel does; its logits are discarded."""
         quantised = Fp8Groups.empty(x.shape[0], x.shape[1], x.device)
         router_logits(x, torch.empty(1, x.shape[1], device=x.device, dtype=x.dtype), quantised)
         return quantised
 
     def num_bytes(self, touched: float) -> float:
-        """Of the weights of so many experts."""
+        """Bytes of the weights of `touched` experts."""
         one = 3 * self.sizes.hidden * self.sizes.inner
         return _BYTES.get(self.weights, 1) * one * touched
 
@@ -233,12 +235,12 @@ def _stacked(floats: Tensor, weights: str) -> StackedWeights:
 
 
 def time_us(calls: list[Callable[[], object]]) -> float:
-    """Of one of the calls, all in a CUDA graph."""
+    """The median time of one of the calls, all in a CUDA graph."""
     return statistics.median(graph_times_us(calls, _REPEATS))
 
 
 def best_cut(measure: Callable[[Cut], float], found: list[Cut], groups: tuple[int, ...]) -> Cut:
-    """The fastest; groups of tiles are tried with the best three alone."""
+    """The fastest cut; groups of tiles are tried only with the best three."""
     times = {cut: _or_inf(measure, cut) for cut in found}
     leaders = sorted(times, key=times.__getitem__)[:3]
     for cut, group in itertools.product(leaders, groups):
@@ -291,7 +293,7 @@ def best_tiles(layer: Layer, xs: list[Tensor], rows: int, *, has_fp8_rows: bool)
 
 
 def plan_us(layer: Layer, xs: list[Tensor], plan: Plan, expected: Tensor) -> float:
-    """Of the whole layer; infinite if its output is wrong."""
+    """The time of the whole layer; infinite if its output is wrong."""
     found = compute_experts(xs[0], layer.mixture, None, plan).float()
     error = ((found - expected).norm() / expected.norm()).item()
     if not error < (_FP8_TOLERANCE if layer.weights in _QUANTISE else _TOLERANCE):
@@ -306,7 +308,7 @@ def routing_us(layer: Layer, xs: list[Tensor], plan: Plan) -> float:
 
 
 def measure(layer: Layer, num_tokens: int, *, only_persistent: bool) -> Plan:
-    """Print the figures of one number of tokens; the fastest plan."""
+    """Print the figures for one number of tokens; returns the fastest plan."""
     xs = layer.inputs(num_tokens)
     mixture = layer.mixture
     num_pairs = num_tokens * mixture.num_chosen
@@ -355,7 +357,7 @@ def measure(layer: Layer, num_tokens: int, *, only_persistent: bool) -> Plan:
 
 
 def compile_all(mixtures: list[Sizes], weights: str, tokens: list[int]) -> None:
-    """Into Triton's cache, in many processes at once."""
+    """Compile all candidates into Triton's cache, in many processes."""
     todo: list[Callable[[], None]] = [
         partial(_compile_product, rows, cut, weights, is_gated, has_fp8_rows)
         for rows, is_gated in itertools.product((128, 64, 32, 16), (True, False))
@@ -363,10 +365,10 @@ def compile_all(mixtures: list[Sizes], weights: str, tokens: list[int]) -> None:
         for cut in cuts(rows, weights, is_gated=is_gated, has_fp8_rows=has_fp8_rows)
     ]
     for whole in mixtures:
-        # The same kernels as for the whole sizes: multiples of 16, and no narrower steps.
+        # The same kernels as for the full sizes: multiples of 16, and no narrower steps.
         sizes = replace(whole, hidden=2048, inner=1024)
         plans: list[Plan] = [*few_plans(weights)] if min(tokens) <= _MAX_FEW_TOKENS else []
-        chosen_alone = replace(whole, num_experts=whole.num_chosen)  # those have constant sizes
+        chosen_alone = replace(whole, num_experts=whole.num_chosen)  # their sizes are constexpr
         todo += [partial(_compile_plan, chosen_alone, weights, 1, plan) for plan in plans]
         cut = Cut(128, 128, 3, 4, is_turned=True)
         any_plan = Tiles(16, cut, cut, weights in _QUANTISE)
@@ -394,11 +396,11 @@ def _compile_product(rows: int, cut: Cut, weights: str, is_gated: bool, has_fp8_
         else:
             down_products(inputs, layer.mixture.down, order, choice, rows, cut, x.dtype)
     except triton.runtime.errors.OutOfResources:
-        pass  # told where it is measured
+        pass  # reported when it is measured
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print, write."""
+    """Measure, print the figures and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mixtures", nargs="*", choices=MIXTURES, default=list(MIXTURES))
     parser.add_argument("--weights", choices=("bf16", *_QUANTISE, "int4"), default="bf16")

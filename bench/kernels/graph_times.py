@@ -1,4 +1,4 @@
-"""How long calls take one behind the other in a CUDA graph: launching them takes nothing."""
+"""The time of calls in sequence in a CUDA graph, which excludes launch overhead."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def graph_times_us(calls: Sequence[Callable[[], object]], repeats: int) -> tuple[float, ...]:
-    """Microseconds of one of the calls, by each replay of all of them."""
+    """Microseconds per call, for each replay of all calls."""
     for call in calls:
-        call()  # compiles what it needs
+        call()  # compile first
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,10 +1,10 @@
-"""Attention of a step's prompts on a GPU, a layer: our kernel beside FlashAttention 3.
+"""Attention of a step's prompts on a GPU, per layer: our kernel beside FlashAttention 3.
 
 python -m baton.bench.kernels.prefill_attention [--shape NAME] [--out FILE]
 
-A case is so many new tokens behind so many that are cached. In CUDA graphs, as short prompts go,
-and without, as long ones do and those over a pool of 8 bits; each layer has KV of its own, which no
-cache holds. Both must compute the same. Floor: reading K and V, or multiplying.
+A case is a number of new tokens after a number of cached tokens. Short prompts run in CUDA graphs;
+long ones and those over an 8-bit pool do not. Each layer has its own KV, so that no cache holds it.
+The outputs of both kernels must agree. Floor: reading K and V, or operations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .graph_times import graph_times_us
 
 _BLOCK_SIZE, _LAYERS, _MAX_SLICES, _MAX_LEN = 16, 8, 8, 16_384
 _REPEATS = 9
-_TOLERANCE = 2e-2  # relative, in the norm
+_TOLERANCE = 2e-2  # relative error in the norm
 _IN_GRAPHS = [
     *((64, 0), (64, 2000), (208, 0), (208, 1400), (208, 2800)),
     *((208, 8000), (512, 0), (512, 3500), (512, 8000)),
@@ -52,7 +52,7 @@ class Case:
         return f"{several}{new} tokens behind {cached}"
 
     def floor_us(self, shape: Shape, value_bytes: int) -> tuple[float, str]:
-        """Of a layer, and what sets it."""
+        """The floor of one layer, and its limit: reading or multiplying."""
         keys = sum(map(sum, self.prompts))
         pairs = sum(new * (cached + (new + 1) / 2) for new, cached in self.prompts)
         read_us = 2 * keys * shape.kv_heads * shape.head_dim * value_bytes / BYTES_PER_S * 1e6
@@ -61,7 +61,7 @@ class Case:
 
 
 class Layers:
-    """Pools of some layers, and the q, k and v of a step."""
+    """The KV pools of several layers, and the q, k and v of a step."""
 
     def __init__(self, shape: Shape, case: Case, *, is_8bit: bool) -> None:
         torch.manual_seed(0)
@@ -72,7 +72,7 @@ class Layers:
             [next(count) for _ in range(-(-length // _BLOCK_SIZE))] for length in self._seq_lens
         ]
         size = (next(count), _LAYERS, 2, shape.kv_heads, _BLOCK_SIZE, shape.head_dim)
-        if is_8bit:  # zeros, with scales of zero: what numbers they are takes no other time
+        if is_8bit:  # zeros with zero scales: values do not affect the time
             size = (*size[:-1], size[-1] + SCALE_BYTES)
             self.pool = torch.zeros(size, dtype=torch.float8_e4m3fn, device="cuda")
         else:
@@ -85,8 +85,8 @@ class Layers:
             self._store(shape)
 
     def _store(self, shape: Shape) -> None:
-        """The step's keys and values, in each layer: of a prompt that sees itself alone they are
-        read from here or from there."""
+        """Store the step's keys and values in each layer; for a prompt without cached tokens,
+        kernels may read them from the pool or from q, k, v."""
         new = self._qkv[:, shape.heads :].unflatten(1, (2, shape.kv_heads))
         ends = itertools.accumulate(self._query_lens)
         lengths = zip(self._seq_lens, self._query_lens, ends, strict=True)
@@ -96,7 +96,7 @@ class Layers:
             self.pool[blocks, :, :, :, places % _BLOCK_SIZE] = new[end - count : end, None]
 
     def times_us(self, part: PrefillPart) -> tuple[float, ...]:
-        """Of a layer; its output is in `out`."""
+        """Microseconds per layer; the last layer's output is in `out`."""
         part.plan(self._query_lens, self._seq_lens, self._tables)
         calls = [
             partial(part.run, self._qkv, self.pool[:, layer], self.out, None)
@@ -106,7 +106,7 @@ class Layers:
 
 
 def in_graphs(shape: Shape, case: Case) -> list[Figure]:
-    """Ours and FA3, which must agree."""
+    """Our kernel and FA3, whose outputs must agree."""
     layers = Layers(shape, case, is_8bit=False)
     ours = TritonGraphPrefill(layers.pool, shape.heads, torch.bfloat16, _MAX_SLICES, _MAX_LEN)
     theirs = FlashInferPrefill(layers.pool, shape.heads, torch.bfloat16)
@@ -122,14 +122,14 @@ def in_graphs(shape: Shape, case: Case) -> list[Figure]:
 
 
 def of_8_bits(shape: Shape, case: Case) -> list[Figure]:
-    """Ours alone: FA3 reads no such pool."""
+    """Our kernel alone: FA3 cannot read an 8-bit pool."""
     layers = Layers(shape, case, is_8bit=True)
     times_us = layers.times_us(TritonPrefill(layers.pool, shape.heads, torch.bfloat16))
     return [Figure(f"{case.name}, 8 bits", "us", times_us, *case.floor_us(shape, 1))]
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print, write."""
+    """Measure, print the figures and write them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,10 @@
-"""The products of decodes, each weight read once: cuBLAS beside our own, in a CUDA graph.
+"""GEMMs of decodes, each weight read once: cuBLAS beside our kernels, in a CUDA graph.
 
 python -m baton.bench.kernels.products [--shape NAME] [--tp N] [--rows N,N] [--out FILE]
 
-As in a model, each product has a weight of its own, which no cache holds, and there is a norm in
-front of it, or behind it if that adds it up. Floor: reading the weight. Of all ways to cut it up
-the three best are told, and the one that models take; if none, that is cuBLAS.
+As in a model, each GEMM has its own weight, which no cache holds, and a norm before it, or after it
+if the norm adds its output to the residual stream. Floor: reading the weight. Of all candidates the
+three fastest are printed, and the one that models choose; if none, models use cuBLAS.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..floors.figures import ROOT, Figure, machine, table, write
 from ..floors.gpu_shapes import BYTES_PER_S, SHAPES, Shape
 from .graph_times import graph_times_us
 
-_WEIGHT_BYTES = 400 << 20  # of all weights of a graph: more than the L2 cache has
+_WEIGHT_BYTES = 400 << 20  # all weights of a graph together: more than the L2 cache holds
 _MOST_WEIGHTS = 40
 _REPEATS = 9
 _NUM_TOLD = 3
@@ -55,7 +55,7 @@ _TILINGS = [
     for outputs, inputs, stages, warps in itertools.product(
         (32, 64, 128), (64, 128), (3, 4, 6), (4, 8)
     )
-    if warps == 4 or outputs == 128  # every warp has something to do
+    if warps == 4 or outputs == 128  # so that every warp has work
 ]
 _STAGES = [
     Stages(outputs, inputs, count, early)
@@ -70,7 +70,7 @@ _STAGES_OF_SUMMANDS = [
     Stages(128, 128, 4, 2, shares=4),
     Stages(128, 128, 4, 3, shares=4),
 ]
-# Of more than 64 rows some that keep most multiprocessors busy, and read the vectors seldom.
+# For more than 64 rows, candidates that occupy most multiprocessors and reread inputs little.
 _STAGES_OF_MANY = {
     "product": [
         *(Stages(64, 128, 4, early) for early in (2, 3, 4)),
@@ -101,7 +101,7 @@ _KINDS = {"out": "summand", "gate_up": "gated", "down": "summand"}  # else "prod
 
 
 def products_of(shape: Shape, tp: int) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of one rank's products, by name."""
+    """Outputs and inputs of one rank's GEMMs, by name."""
     heads, kv_heads = shape.heads // tp, max(1, shape.kv_heads // tp)
     return {
         "qkv": ((heads + 2 * kv_heads) * shape.head_dim, shape.hidden),
@@ -113,7 +113,7 @@ def products_of(shape: Shape, tp: int) -> dict[str, tuple[int, int]]:
 
 
 class Chain:
-    """Norm and product in turn, each product with the next of some weights."""
+    """Alternating norms and GEMMs, each GEMM with the next of several weights."""
 
     def __init__(self, num_rows: int, num_outputs: int, num_inputs: int, kind: str) -> None:
         options = {"device": "cuda", "dtype": torch.bfloat16}
@@ -126,7 +126,7 @@ class Chain:
         self._residual = torch.zeros(num_rows, num_outputs, **options)
 
     def figure(self, name: str, product: Product) -> Figure:
-        """Of a norm and a product."""
+        """The time of a norm and a GEMM."""
         floor_us = self.num_bytes / BYTES_PER_S * 1e6
         return Figure(name, "us", self._time_us(product), floor_us, "reading")
 
@@ -144,11 +144,11 @@ class Chain:
         return graph_times_us([partial(run, weight) for weight in self.weights], _REPEATS)
 
     def nothing(self, x: Tensor, _: Tensor) -> Tensor:
-        """A product that takes no time."""
+        """A GEMM that takes no time."""
         return self._residual if self.kind == "summand" else x
 
     def check(self, cut: Cut) -> None:
-        """Raises AssertionError if a way gives something else than cuBLAS."""
+        """Raises AssertionError if a candidate's result differs from cuBLAS's."""
         found, expected = (
             _summed(product(self.x, self.weights[0]))
             for product in (product_by(cut, self.kind), cublas_by(self.kind))
@@ -179,7 +179,7 @@ def cublas_by(kind: str) -> Product:
 
 
 def cuts(num_rows: int, kind: str) -> list[Cut]:
-    """Those that fit into shared memory."""
+    """The candidates that fit into shared memory."""
     found: list[Cut] = []
     if num_rows <= MAX_FEW_ROWS and kind != "gated":
         rows = max(16, triton.next_power_of_2(num_rows))
@@ -201,14 +201,14 @@ def _fits(cut: Cut, num_stages: int, num_rows: int) -> bool:
 
 
 def worth_it(num_outputs: int, cut: Cut) -> bool:
-    """Whether enough multiprocessors have something to do."""
+    """Whether enough multiprocessors have work."""
     least = 0.45 * torch.cuda.get_device_properties(0).multi_processor_count
     shares = cut.shares if isinstance(cut, Stages) else 1
     return num_outputs * shares / cut.outputs >= least
 
 
 def compile_all(rows: list[int]) -> None:
-    """Into Triton's cache, in many processes at once."""
+    """Compile all candidates into Triton's cache, in many processes."""
     spawned = multiprocessing.get_context("spawn")
     todo = {
         (cut, room_of(num_rows) if num_rows > MAX_FEW_ROWS else num_rows, kind == "gated")
@@ -226,7 +226,7 @@ def _compile(cut: Cut, num_rows: int, is_gated: bool) -> None:
 
 
 def chosen(chain: Chain) -> Cut | None:
-    """What models take; None: cuBLAS."""
+    """The candidate that models choose; None: cuBLAS."""
     x, weight, kind = chain.x, chain.weights[0], chain.kind
     tiling = None if kind == "gated" else few_rows_tiling(x, weight)
     is_summand = kind == "summand"
@@ -234,7 +234,7 @@ def chosen(chain: Chain) -> Cut | None:
 
 
 def measure(shape: Shape, tp: int, rows: list[int]) -> list[Figure]:
-    """cuBLAS, what models take, and the best of our own."""
+    """The figures of cuBLAS, of the models' choice and of our fastest candidates."""
     figures = []
     for name, (num_outputs, num_inputs) in products_of(shape, tp).items():
         kind = _KINDS.get(name, "product") if tp == 1 or name == "gate_up" else "product"
@@ -270,7 +270,7 @@ def measure(shape: Shape, tp: int, rows: list[int]) -> list[Figure]:
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print, write."""
+    """Measure, print the figures and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--tp", type=int, default=1)

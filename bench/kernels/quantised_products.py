@@ -1,12 +1,12 @@
-"""Products with weights in FP8 and int4, each read once: our kernels' ways beside torch's.
+"""GEMMs with weights in FP8 and int4, each weight read once: our kernels beside torch's.
 
 python -m baton.bench.kernels.quantised_products [--weights row block int4] [--shape NAME] [--tp N]
                                                  [--rows N,N] [--out FILE] [--table FILE]
 
-As in a model: what a product reads comes from a norm, which quantises for FP8, and each has a
-weight of its own, which no cache holds. Times are of both; floor: reading the weight, or its
-operations. What is fastest of each kind goes to the table that products are chosen by
-(way_table.py), in place of what that has of the same kind, weights and number of rows.
+As in a model, the input of a GEMM comes from a norm, which quantises it for FP8, and each GEMM has
+its own weight, which no cache holds. Times are of norm and GEMM; floor: reading the weight, or its
+operations. The fastest of each kind is written to the table by which models choose kernels
+(way_table.py), where it replaces the row of the same kind, weight and number of rows.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ from .graph_times import graph_times_us
 from .products import products_of
 
 _ROWS = (1, 16, 32, 64, 128, 256, 512)
-_WEIGHT_BYTES = 300 << 20  # of all weights of a graph: more than the L2 cache has
+_WEIGHT_BYTES = 300 << 20  # all weights of a graph together: more than the L2 cache holds
 _MOST_WEIGHTS = 16
 _REPEATS = 5
 _NUM_TOLD = 3
-_MOST_WIDE_PROGRAMS = 530  # four for each multiprocessor of an H200
+_MOST_WIDE_PROGRAMS = 530  # four per multiprocessor of an H200
 _COMPILERS = 14
 _LEAST_SHARED_BYTES, _SHARED_BYTES = 32 << 10, 220 << 10
 _RATES = {"row": FP8_FLOPS, "block": FP8_BLOCK_FLOPS, "int4": FLOPS}
-_GROUP = 128  # of int4
+_GROUP = 128  # the group size of int4
 _WAYS = fp8_product.WAYS | int4_product.WAYS
 
 Int4Way: TypeAlias = int4_product.Way
@@ -83,7 +83,7 @@ _STAGES = [
     and outputs * chunks * count >= 192
     and early <= count
 ]
-# Of more rows: outputs are the rows of wgmma, and a program has tiles of 128 of those of the batch.
+# For more rows: outputs are the rows of wgmma, and a program has tiles of 128 rows of the batch.
 _WIDE_STAGES = [
     Fp8Stages(outputs, chunks, count, 2, True, shares, warps)
     for (outputs, warps), (chunks, count), shares in itertools.product(
@@ -116,11 +116,11 @@ _INT4_ROWS = [
         (1, 2, 3),
     )
 ]
-_ROW_BYTES = (68, 768 + 32)  # of a chunk: for a tile's row, and a share
+_ROW_BYTES = (68, 768 + 32)  # bytes per chunk: of a tile's row, and of a share
 
 
 class Chain:
-    """Norm and product in turn, each product with the next of some weights."""
+    """Alternating norms and GEMMs, each GEMM with the next of several weights."""
 
     def __init__(self, num_rows: int, num_outputs: int, num_inputs: int, kind: str) -> None:
         num_weights = num_outputs * num_inputs
@@ -149,7 +149,7 @@ class Chain:
         return BlockScaled(data, torch.rand(shape, device="cuda") + 0.5)
 
     def product(self, weight: Fp8Weight | Int4Weight, way: AnyWay) -> Tensor:
-        """A norm and a product."""
+        """A norm and a GEMM."""
         x = self.norm(weight)
         if isinstance(weight, Int4Weight):
             assert isinstance(way, Int4Way) and isinstance(x, Tensor)
@@ -158,7 +158,7 @@ class Chain:
         return multiply_by(way, x, weight, None)
 
     def summed(self, weight: Fp8Weight | Int4Weight, way: AnyWay) -> None:
-        """The same, and where ways may differ in it, the norm that adds up what they give."""
+        """The same; where candidates differ in it, also the norm that adds up their outputs."""
         if len(self.x) <= MAX_FEW_ROWS or not isinstance(weight, BlockScaled):
             self.product(weight, way)
             return
@@ -181,20 +181,21 @@ class Chain:
         return Figure(name, "us", times_us, self._floor_us, "reading or operations")
 
     def check(self, way: AnyWay) -> None:
-        """Raises AssertionError if a way gives something else than floats do."""
+        """Raises AssertionError if a candidate's result differs from that of dequantised floats."""
         weight = self.weights[0]
         found = self.product(weight, way).float()
         x = self.norm(weight)
         floats = x.float() if isinstance(x, Tensor) else x.dequantised(torch.float32)
         expected = floats @ weight.dequantised(torch.float32).t()
         difference = (found - expected).norm() / expected.norm()
-        # torch has rows' products added up in 14 bits.
+        # torch accumulates row-scaled GEMMs in 14 bits.
         limit = 5e-2 if isinstance(way, ScaledMm) else 1e-2
         assert difference < limit, f"{way}: {difference:.1e}"
 
 
 def ways_of(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> list[AnyWay]:
-    """Those that fit into shared memory and registers, and are enough programs, not too many."""
+    """The candidates that fit into shared memory and registers, with enough but not too many
+    programs."""
     if kind == "int4":
         return _int4_ways(num_rows, num_outputs, num_inputs)
     if num_rows > MAX_FEW_ROWS:
@@ -209,7 +210,7 @@ def ways_of(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> list
         if rows * 128 * one.chunks * one.count <= _SHARED_BYTES
     ]
     stages = [way for way in stages if num_outputs / way.outputs >= 60]
-    if kind == "row":  # activations have a scale for each 128 inputs, which no other way takes
+    if kind == "row":  # activations have a scale per 128 inputs, which no other kernel supports
         return [*stages]
     tilings = [one for one in _TILINGS if (room + one.outputs) * 128 * one.stages <= _SHARED_BYTES]
     return [
@@ -220,7 +221,8 @@ def ways_of(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> list
 
 
 def _wide_stages(num_rows: int, num_outputs: int, num_inputs: int) -> list[Fp8Stages]:
-    """Shares only of what is added to the residual stream: the norm that adds them up is told."""
+    """Split-K only for outputs added to the residual stream: the norm after them adds up the
+    shares."""
     is_summand = num_outputs <= num_inputs
     return [
         way
@@ -234,8 +236,8 @@ def _wide_stages(num_rows: int, num_outputs: int, num_inputs: int) -> list[Fp8St
 
 def _int4_ways(num_rows: int, num_outputs: int, num_inputs: int) -> list[AnyWay]:
     def fits(way: Int4Tiling | Int4Stages, chunks: int, room: int, most_programs: int) -> bool:
-        num_bytes = chunks * (way.outputs * 68 + room * 256)  # words, groups, vectors
-        sums = way.outputs * room // (32 * way.warps)  # registers of a thread, twice
+        num_bytes = chunks * (way.outputs * 68 + room * 256)  # words, groups, inputs
+        sums = way.outputs * room // (32 * way.warps)  # accumulator registers of a thread, twice
         programs = way.shares * math.ceil(num_outputs / way.outputs)
         is_enough = programs >= 60 and (way.shares == 1 or programs <= most_programs)
         of_share = num_inputs // _GROUP // way.shares
@@ -262,7 +264,7 @@ def _int4_ways(num_rows: int, num_outputs: int, num_inputs: int) -> list[AnyWay]
 
 
 def compile_all(rows: list[int], kinds: list[str], sizes: list[tuple[int, int]]) -> None:
-    """Into Triton's cache, in many processes at once."""
+    """Compile all candidates into Triton's cache, in many processes."""
     rooms = sorted({max(16, 1 << (n - 1).bit_length()) for n in rows if n <= MAX_FEW_ROWS})
     in_fp8 = [kind for kind in kinds if kind != "int4"]
     todo: list[tuple[AnyWay, int, str]] = [
@@ -326,7 +328,7 @@ def measure(
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print, write."""
+    """Measure, print the figures and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--weights", nargs="*", choices=_RATES, default=list(_RATES))
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")

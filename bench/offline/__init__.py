@@ -1,1 +1,1 @@
-"""A public workload through `LLM`, all requests there at once."""
+"""A public offline workload through `LLM`: all requests arrive at once."""

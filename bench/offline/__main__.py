@@ -1,14 +1,14 @@
-"""nano-vllm's public workload through `LLM`, ours or another's of the same calls: tokens a second.
+"""nano-vllm's public workload through `LLM`, ours or another engine's: output tokens per second.
 
     python -m baton.bench.offline --shape qwen3-0.6b
     python -m baton.bench.offline --shape llama-3.1-8b --engine vllm      (where vLLM is installed)
     python -m baton.bench.offline --model DIR --engine nano
 
-256 prompts of 100 to 1024 random ids, each with 100 to 1024 tokens to come, all there at once, at a
-temperature of 0.6, prefixes not cached: the requests and their seed are those of the benchmark in
-github.com/GeeeekExplorer/nano-vllm. Weights of a shape are random; tokens that are counted are
-those to come. Of our engine also what the host does for a step with all sequences in it: the CPU
-time of the thread that plans, launches, collects and delivers, while the device computes.
+256 prompts of 100 to 1024 random ids, each with 100 to 1024 output tokens, all sent at once, at a
+temperature of 0.6, without prefix caching: requests and seed are those of the benchmark in
+github.com/GeeeekExplorer/nano-vllm. Weights of a shape are random; only output tokens count. For
+our engine also the host time of a step with all sequences: the CPU time of the thread that
+schedules, launches, collects and delivers while the device computes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, print, and add to the file of results."""
+    """Measure, print, and add a row to the results file."""
     arguments, measured = _parser().parse_args(argv), commit()
     work = Work.draw(arguments.num_seqs, arguments.shortest, arguments.longest)
     work = work.within(arguments.vocab_size)
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
             model = str(SHAPES[arguments.shape].write_config(Path(folder)))
             more["load_format"] = "dummy"
         generate = ENGINES[arguments.engine](model, more, host)
-        generate(work.prompts[:4], [16] * 4)  # what only first steps take
+        generate(work.prompts[:4], [16] * 4)  # one-time costs of the first steps
         seconds = []
         for _ in range(arguments.repeats):
             began_s = time.perf_counter()
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _add(path: Path, row: dict[str, Any]) -> None:
-    """In the place of what the same command of the same engine gave before."""
+    """Add the row in place of an earlier one of the same command and engine."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     same = ("engine", "model", "num_seqs")
     rows = [one for one in rows if any(one[key] != row[key] for key in same)]

@@ -1,4 +1,4 @@
-"""Each engine's own LLM, behind one call; and what our host does meanwhile."""
+"""Each engine's own LLM behind one function, and the host time of our engine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 MAX_MODEL_LEN = 4096
 _TEMPERATURE = 0.6
 
-Generate = Callable[[list[list[int]], list[int]], object]  # prompts, and tokens to come of each
+Generate = Callable[[list[list[int]], list[int]], object]  # prompts, output tokens of each
 
 
 @dataclass(slots=True)
 class HostTimes:
-    """Of steps in which `num_seqs` sequences got a token: the thread's CPU time and the clock's,
-    from the end of the step before to its own, in seconds. What the thread takes to sleep until it
-    looks at the device again is apart."""
+    """CPU and wall time of the engine's thread in steps in which `num_seqs` sequences got a token,
+    in seconds from the end of the previous step. `looking_s`: the CPU time between polls of the
+    device, which `cpu_s` excludes."""
 
     num_seqs: int
     cpu_s: list[float] = field(default_factory=list)
@@ -28,7 +28,7 @@ class HostTimes:
     _last: tuple[float, float] | None = None
 
     def watch(self, engine: Any) -> None:
-        """Note every step of an engine from now on; once."""
+        """Record every step of an engine from here on; call once."""
         take = engine.step
 
         def step(meanwhile: Callable[[], bool]) -> Any:

@@ -10,14 +10,14 @@ MAX_ID = 10_000  # as in nano-vllm's benchmark
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Prompts, and tokens to come of each."""
+    """Prompts, and the number of output tokens of each."""
 
     prompts: list[list[int]]
     num_outputs: list[int]
 
     @classmethod
     def draw(cls, num_seqs: int, shortest: int, longest: int) -> Work:
-        """In the order of nano-vllm's draws: all prompts, then all outputs."""
+        """Draws in nano-vllm's order: all prompts, then all output lengths."""
         rng = random.Random(0)
         prompts = [
             [rng.randint(0, MAX_ID) for _ in range(rng.randint(shortest, longest))]
@@ -26,7 +26,7 @@ class Work:
         return cls(prompts, [rng.randint(shortest, longest) for _ in range(num_seqs)])
 
     def within(self, vocab_size: int) -> Work:
-        """The same ids, but of a smaller vocabulary."""
+        """The same ids, reduced to a smaller vocabulary."""
         prompts = [[one % vocab_size for one in prompt] for prompt in self.prompts]
         return Work(prompts, self.num_outputs)
 

@@ -1,1 +1,1 @@
-"""Engines that are played, and load for a gateway in front of them."""
+"""Simulated engines, and load generators for a gateway in front of them."""

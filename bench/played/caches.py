@@ -1,5 +1,6 @@
-"""What played engines have cached: how gateways learn of it, prefixes that one gets from another,
-and copies to host memory that take as long as their bytes at a rate."""
+"""Prefix caches of simulated engines: events for gateways, prefixes fetched from other engines, and
+copies to host memory, which take as long as their bytes at a fixed rate.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ from baton.prefix_index.journal import CacheJournal
 from baton.prefix_index.messages import NetChanges, encode
 from baton.prefix_index.publisher import BATCH_S
 
-TOKEN_BYTES = 131_072  # of an 8B model's KV
+TOKEN_BYTES = 131_072  # KV bytes per token of an 8B model
 LINK_GBYTES_PER_S = 100.0  # between any two engines
-HOST_BYTES_PER_S = 50e9  # either way
+HOST_BYTES_PER_S = 50e9  # in each direction
 
 
 class PublishedCache:
-    """A `CacheObserver`, and the journal behind it; `take_messages` are what goes out by now."""
+    """A `CacheObserver` with its journal; `take_messages` returns the messages to publish."""
 
     def __init__(self, incarnation: str) -> None:
-        self.publish_s: float | None = None  # when what has changed is due
+        self.publish_s: float | None = None  # when the pending changes are due
         self._journal = CacheJournal(incarnation)
         self._changes = NetChanges()
 
@@ -30,7 +31,8 @@ class PublishedCache:
         self._changes.moved(block_hashes, was, now)
 
     def due_s(self, now_s: float) -> float | None:
-        """When to publish what has changed, where nothing is under way yet."""
+        """The time to publish new changes; None if there are none or a publication is already
+        scheduled."""
         if self.publish_s is not None or not self._changes:
             return None
         self.publish_s = now_s + BATCH_S
@@ -47,7 +49,7 @@ class PublishedCache:
 
 
 class PlayedCopy:
-    """Ends at a time."""
+    """A copy that ends at a fixed time."""
 
     def __init__(self, clock: Clock, end_s: float, took_s: float) -> None:
         self.end_s = end_s
@@ -59,7 +61,7 @@ class PlayedCopy:
 
 
 class PlayedCopier:
-    """A `HostCopier`: one copy at a time each way."""
+    """A `HostCopier` with one copy at a time in each direction."""
 
     def __init__(self, clock: Clock, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks = num_blocks
@@ -79,7 +81,7 @@ class PlayedCopier:
         return lane[-1]
 
     def next_end_s(self, now_s: float) -> float | None:
-        """When the next copy ends that has not; None: there is none."""
+        """When the next unfinished copy ends; None if there is none."""
         for lane in self._lanes.values():
             while lane and lane[0].end_s <= now_s:
                 lane.popleft()

@@ -1,4 +1,4 @@
-"""A device whose steps take as long as a `StepCost` says, in virtual time."""
+"""A simulated device whose steps take as long as a `StepCost` predicts, in virtual time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOKEN_ID = 97
 
 
 class VirtualClock:
-    """`core.ports.Clock`, moved by whoever plays."""
+    """A `core.ports.Clock` that the simulation advances."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -29,13 +29,13 @@ class VirtualClock:
 
 
 class Device(Runner, Clock, Protocol):
-    """A Runner, and the clock that it moves: `now_s` is set where a step begins."""
+    """A Runner that advances its own clock; `now_s` is set to the time at which a step begins."""
 
     now_s: float
 
 
 class PlayedDevice:
-    """One that computes nothing and takes its time; and the clock that it moves."""
+    """A device that computes nothing and only advances its clock by each step's cost."""
 
     runs_ahead = False
 

@@ -1,5 +1,6 @@
-"""An engine of a played cluster: the production's `Engine` over a played device, with both ends of
-the hand-off, and what gateways are told of it."""
+"""An engine of a simulated cluster: the production `Engine` over a simulated device, with both ends
+of the hand-off, and the heartbeats and outputs that gateways receive.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +34,16 @@ from .gateway import PlayedGateway
 
 HANDOFF_S = 0.003
 FINGERPRINT = "fp"
-_RECOUNT_S = 0.02  # as of node/engine_process/heartbeat.py
-_KV_TOKEN_S = TOKEN_BYTES / 300e9  # of an 8B model over NVLink
+_RECOUNT_S = 0.02  # as in node/engine_process/heartbeat.py
+_KV_TOKEN_S = TOKEN_BYTES / 300e9  # for an 8B model over NVLink
 _NUM_BLOCKS, _BLOCK_SIZE = 50_000, 16
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """`tbt_target_s`: its promise, if it makes one. `cost`, `blocks`: where it is not as all.
-    `device`: a real one, in place of a played; `eos_ids` end its outputs. `measures_first_steps`:
-    as engines on GPUs do."""
+    """`tbt_target_s`: the engine's promise, if any. `cost`, `blocks`: if they differ from the
+    defaults. `device`: a real device instead of a simulated one; `eos_ids`: tokens that end its
+    outputs. `measures_first_steps`: as engines on GPUs do."""
 
     role: Role
     tbt_target_s: float | None = None
@@ -58,7 +59,7 @@ class EngineSetup:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Of an engine that caches prefixes; `num_host` in host memory."""
+    """The KV blocks of an engine with prefix caching; `num_host` of them in host memory."""
 
     size: int
     num: int
@@ -66,7 +67,8 @@ class Blocks:
 
 
 class Cluster(Protocol):
-    """What an engine knows of the rest. `moves`: when, which engine, whether it promises."""
+    """The rest of the cluster, as an engine uses it. `moves`: (time, engine, whether it
+    promises)."""
 
     clock: VirtualClock
     gateways: list[PlayedGateway]
@@ -84,9 +86,9 @@ class Cluster(Protocol):
 
 
 class PlayedEngine:
-    """An `Engine` over a played device, with the hand-off's two ends.
+    """An `Engine` over a simulated device, with both ends of the hand-off.
 
-    Its own clock runs ahead within a step: what a step brings is sent at its end.
+    Its own clock runs ahead within a step; the outputs of a step are sent at its end.
     """
 
     def __init__(
@@ -131,16 +133,16 @@ class PlayedEngine:
         if setup.measures_first_steps:
             self._device.now_s = cluster.clock.now_s
             self.engine.measure_first_steps(BUDGET_S)
-            _ = self._device.now_s  # read, its clock stands still again
+            _ = self._device.now_s  # reading stops the clock
         self.engine.promise.tbt_target_s = setup.tbt_target_s
-        self._tickets: dict[str, Ticket] = {}  # of what is to be held
+        self._tickets: dict[str, Ticket] = {}  # of requests whose KV is held for a hand-off
         self._intents: dict[str, Request] = {}  # by key
-        self._arrived: dict[str, int] = {}  # first tokens, by key, of what waits for blocks here
+        self._arrived: dict[str, int] = {}  # first tokens, by key, of requests without blocks yet
         self._is_busy = False
         self._num_steps = 0
-        self._reported = (0, 0)  # tokens that wait, and steps so far, at the last heartbeat
-        self._recount_s = 0.0  # when another heartbeat may follow
-        self._count_s = math.inf  # when what has changed is counted
+        self._reported = (0, 0)  # waiting tokens and number of steps at the last heartbeat
+        self._recount_s = 0.0  # when the next early heartbeat is allowed
+        self._count_s = math.inf  # when a pending change is reported
         self.num_refusals = 0
         self.is_draining = False
         self.most_waiting = 0  # requests, at heartbeats
@@ -167,7 +169,7 @@ class PlayedEngine:
             )
 
     def take(self, gateway: PlayedGateway, request: Request, ticket: Ticket | None) -> None:
-        """A dispatch."""
+        """Accept a dispatched request."""
         self._gateway_of[request.key] = gateway
         if ticket is not None and ticket.puller_incarnation == self.name:
             self._intents[request.key] = request
@@ -192,8 +194,8 @@ class PlayedEngine:
         self._count_soon()
 
     def _count_soon(self) -> None:
-        """Something has changed, of which gateways may have to know before the next beat: at once
-        that there are prompts, or none any more."""
+        """Schedule an early heartbeat after a change; it is immediate if prompts begin or cease to
+        wait."""
         now_s = self._cluster.clock.now_s
         is_early = self.engine.stats.has_prompts == bool(self._reported[0])
         due_s = max(now_s, self._recount_s) if is_early else now_s
@@ -204,7 +206,7 @@ class PlayedEngine:
     def _recount(self) -> None:
         now_s = self._cluster.clock.now_s
         if now_s < self._count_s:
-            return  # it was counted earlier
+            return  # already reported
         self._count_s, self._recount_s = math.inf, now_s + _RECOUNT_S
         if not self.engine.stats.has_prompts and not self._reported[0]:
             return
@@ -213,8 +215,8 @@ class PlayedEngine:
             self._cluster.hear(self.name, load)
 
     def _fetch(self, request: Request, source: PrefixSource) -> bool:
-        """Get a prefix out of another engine's cache before the prompt is computed; False: at once,
-        without. As node/peers/prefixes.py does."""
+        """Fetch a prefix from another engine's cache before the prompt is computed, as
+        node/peers/prefixes.py does. Returns False, immediately, if the prefix cannot be fetched."""
         tokens = request.known_token_ids[: source.num_blocks * self.block_size]
         hashes = block_hashes(root_hash(FINGERPRINT, request.cache_salt), tokens, self.block_size)
         prefix = self.engine.prefixes.borrow(hashes)
@@ -249,7 +251,7 @@ class PlayedEngine:
         self._cluster.after(_pull_s(request), lambda: self._arrive(moved, last))
 
     def forget(self, key: str) -> None:
-        """A request was over with its first token, or has moved away."""
+        """Drop a request that ended with its first token or has moved away."""
         self._intents.pop(key, None)
         self._tickets.pop(key, None)
         self._arrived.pop(key, None)
@@ -273,7 +275,7 @@ class PlayedEngine:
             link_gbytes_per_s=self._cluster.link_rates,
             host_block_s=totals.host.block_s,
             num_steps=self._num_steps,
-            num_requests=max(0, num_here - len(self._tickets)),  # those go on elsewhere
+            num_requests=max(0, num_here - len(self._tickets)),  # held requests continue elsewhere
             room_blocks=load.room_blocks,
             output_tokens=load.output_tokens,
             mean_output_tokens=load.mean_output_tokens,
@@ -291,7 +293,7 @@ class PlayedEngine:
         )
 
     def set_promise(self, *, is_promising: bool) -> None:
-        """An order: from the next step on."""
+        """Set whether the engine promises, from the next step on."""
         self.engine.promise.is_promising = is_promising
         self._cluster.moves.append((self._cluster.clock.now_s, self.name, is_promising))
 
@@ -310,7 +312,8 @@ class PlayedEngine:
         self._cluster.at(self._device.now_s, lambda: self._step_ended(output))
 
     def _wait_for_copies(self) -> bool:
-        """Nothing was launched: the next copy's end may bring something."""
+        """If no step was launched, wake at the end of the next copy. Returns whether there is a
+        copier."""
         now_s = self._cluster.clock.now_s
         end_s = None if self._copier is None else self._copier.next_end_s(now_s)
         if end_s is not None and end_s != self._woken_s:
@@ -323,7 +326,7 @@ class PlayedEngine:
             self._cluster.at(due_s, lambda: self._cluster.publish(cache))
 
     def _report_started(self, output: StepOutput) -> None:
-        """Decodes that were handed over begin with this step."""
+        """Report the handed-over decodes that start with this step."""
         if self.engine.promise.tbt_target_s is None:
             return
         for key in output.started:
@@ -371,7 +374,7 @@ class PlayedEngine:
         puller._arrive(request, token_id)
 
     def _arrive(self, request: Request, token_id: int) -> None:
-        if request.key in self._gateway_of:  # it was not called off
+        if request.key in self._gateway_of:  # it was not cancelled
             self._arrived[request.key] = token_id
             self.engine.reserve(request)
             self._start_arrived()

@@ -1,9 +1,9 @@
-"""A process that plays the nodes behind a gateway: one prefill and one decode engine, no model.
+"""A process that simulates the nodes behind a gateway: a prefill and a decode engine, no model.
 
     python -m baton.bench.played.fake_nodes REDIS_URL [--step-s ...] [...]
-Without options as fast as clients take it (`--taken`); with them at a given pace. Messages are put
-together from ready-made bytes, since what the nodes take of the cores is missing from the gateway's
-share. Prints `ready: ADDRESS`; at SIGTERM writes when which token went out, if a file is named.
+Without options as fast as clients receive tokens (`--taken`); with them at a given pace. Messages
+are assembled from prepared bytes, since CPU time of the nodes is missing from the gateway's share.
+Prints `ready: ADDRESS`; at SIGTERM it writes the send time of every token, if a file is named.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from baton.proto.v1 import common_pb2, node_pb2
 from .taken_tokens import TakenTokens
 
 CLUSTER = "bench"
-PREFILL, DECODE = secrets.token_hex(16), secrets.token_hex(16)  # several play at once
+PREFILL, DECODE = secrets.token_hex(16), secrets.token_hex(16)  # several run at once
 TOKEN_ID, TEXT = 328, " the"  # of the demo model
 _NUM_BLOCKS = 100_000
-_AHEAD_TOKENS = 2  # of each stream: sent and not taken
-_LOST_S = 0.2  # what nobody has taken for so long is lost
+_AHEAD_TOKENS = 2  # per stream: sent, but not received by its client
+_LOST_S = 0.2  # tokens that no client has received for this long count as lost
 _BEAT_S = 0.25
-_MAX_RUNNING = 1 << 30  # as many as there are
+_MAX_RUNNING = 1 << 30  # no limit
 
 
 @dataclass(frozen=True, slots=True)
 class StepPace:
-    """How long engines take; zeros: no time at all."""
+    """The speed of the engines; zeros: no time at all."""
 
     step_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
@@ -61,8 +61,8 @@ class StepPace:
 
 @dataclass(slots=True)
 class _Run:
-    """One request on one engine. `head`: a whole output's bytes but for the position; `id_field`,
-    `attempt`: its part of the columns."""
+    """One request on one engine. `head`: a serialised output without its position; `id_field`,
+    `attempt`: the request's entries in the columns."""
 
     gateway: _Gateway
     request_id: str
@@ -76,28 +76,29 @@ class _Run:
 
 
 class _Gateway:
-    """One gateway's connection."""
+    """The connection of one gateway."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         writer.transport.set_write_buffer_limits(high=0)
 
     async def write(self, message: bytes) -> None:
-        """Wait until it is on its way; one that is gone gets nothing."""
+        """Send and wait until the socket accepts the message; ignored if the gateway is gone."""
         self._writer.write(encode_payload(message))
         with suppress(ConnectionError):
             await self._writer.drain()
 
 
 class _Step:
-    """A StepOutputs: last tokens and a prefill's in whole outputs, the others by column."""
+    """A StepOutputs message: last tokens and prefill tokens as whole outputs, the others by
+    column."""
 
     def __init__(self) -> None:
         self._outputs: list[bytes] = []
         self._runs: list[_Run] = []
 
     def add(self, run: _Run) -> None:
-        """The request's next token."""
+        """Add the request's next token."""
         index = run.index
         run.index += 1
         if index and run.index < run.max_tokens:
@@ -120,7 +121,8 @@ class _Step:
 
 
 class _Engine:
-    """What both have: who runs, and who was cancelled."""
+    """The common part of both engines: waiting and running requests, dispatches and
+    cancellations."""
 
     def __init__(self, role: Role, pace: StepPace) -> None:
         self.role = role
@@ -159,7 +161,7 @@ class _Engine:
         self.running.pop(request_id, None)
 
     async def tell(self, runs: Sequence[_Run]) -> None:
-        """One message for each gateway that has one of these: each one's next token."""
+        """Send the next token of each request, in one message per gateway."""
         steps: dict[_Gateway, _Step] = {}
         now_s = time.monotonic()
         self.num_sent += len(runs)
@@ -211,7 +213,7 @@ _VARINTS = tuple(map(_varint, range(1 << 14)))
 
 
 class _Nodes:
-    """Both engines, and the one hand-off between them: a request decodes once it is prefilled."""
+    """Both engines, and the hand-off between them: a request decodes once it is prefilled."""
 
     def __init__(self, pace: StepPace, taken: TakenTokens | None) -> None:
         self.pace = pace
@@ -264,10 +266,10 @@ class _Nodes:
             for run in runs:
                 if run.index >= run.max_tokens:
                     engine.running.pop(run.request_id, None)
-            await asyncio.sleep(0)  # else nobody reads what comes in while writes never wait
+            await asyncio.sleep(0)  # lets readers run while writes never wait
 
     async def _until_taken(self, taken: TakenTokens) -> None:
-        """Until clients have had most of what was sent."""
+        """Wait until clients have received all but `_AHEAD_TOKENS` per stream of what was sent."""
         lost_s = time.monotonic() + _LOST_S
         while True:
             num_sent = self.prefill.num_sent + self.decode.num_sent
@@ -280,7 +282,7 @@ class _Nodes:
             return
 
     async def listen(self, members: Sequence[Member]) -> list[asyncio.Server]:
-        """As engines of this host."""
+        """Listen on the sockets of engines on this host."""
         servers = []
         for member in members:
             sock = socket.socket(socket.AF_UNIX)
@@ -341,7 +343,7 @@ def _members(address: str, pace: StepPace) -> list[Member]:
             pace.max_model_len,
             16,
             _NUM_BLOCKS,
-            engine_address=address,  # nobody dials it: all are on this host
+            engine_address=address,  # never dialled: all are on this host
             host_id=host_id().hex(),
         )
         for role, incarnation in ((Role.PREFILL, PREFILL), (Role.DECODE, DECODE))
@@ -364,11 +366,11 @@ def _welcome(member: Member, pace: StepPace) -> bytes:
 
 
 async def _serve(redis_url: str, pace: StepPace, taken: Path | None) -> dict[str, list[float]]:
-    """Until SIGTERM; when each request's tokens went out, by its id."""
+    """Serve until SIGTERM; returns the send times of each request's tokens, by its id."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     nodes = _Nodes(pace, None if taken is None else TakenTokens(taken))
-    with socket.create_server(("127.0.0.1", 0)) as node:  # where nodes would listen
+    with socket.create_server(("127.0.0.1", 0)) as node:  # the address where nodes would listen
         address = "{}:{}".format(*node.getsockname())
         members = _members(address, pace)
         servers = await nodes.listen(members)

@@ -1,9 +1,9 @@
-"""What a gateway answers, without a gateway: the most that the libraries can stream here.
+"""A front without a gateway: the upper bound of what the libraries can stream on this machine.
 
 python -m baton.bench.played.front_floor grpc|sse [--step-s S] [--log FILE]
-A bare grpc.aio server or a bare aiohttp one, of ready-made messages as long as a gateway's. With
-`--step-s` all streams get their next message at once, as from an engine's step; else each as fast
-as it goes. Prints `ready: ADDRESS`.
+A bare grpc.aio or aiohttp server that sends prepared messages as long as a gateway's. With
+`--step-s` all streams get their next message at once, as from an engine's step; else each stream
+runs at full speed. Prints `ready: ADDRESS`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EVENT = (
 
 
 class _Steps:
-    """The common pace of all streams, and when each one's messages went out."""
+    """The common pace of all streams, and the send times of each stream's messages."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -47,7 +47,7 @@ class _Steps:
         return name
 
     async def next(self, name: str) -> None:
-        """Wait for the next message's time."""
+        """Wait for the time of the next message."""
         if not self._step_s:
             await asyncio.sleep(0)  # as a gateway's streams take turns
             return
@@ -109,7 +109,7 @@ async def _serve_sse(steps: _Steps) -> tuple[Any, str]:
 
 
 async def _serve(front: str, step_s: float) -> dict[str, list[float]]:
-    """Until SIGTERM; when each stream's messages went out, by its id."""
+    """Serve until SIGTERM; returns the send times of each stream's messages, by its id."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     steps = _Steps(step_s)
@@ -118,7 +118,7 @@ async def _serve(front: str, step_s: float) -> dict[str, list[float]]:
     print(f"ready: {address}", flush=True)
     await stop.wait()
     stepping.cancel()
-    del server  # a grpc.aio server lives as long as somebody holds it
+    del server  # a grpc.aio server stops once it is no longer referenced
     return steps.log
 
 

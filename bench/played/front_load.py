@@ -1,8 +1,8 @@
-"""A generator's process: many streams of one front, read as cheaply as Python can.
+"""A load generator process: many streams of one front, read as cheaply as Python can.
 
 python -m baton.bench.played.front_load OUT < PLAN        both JSON
-Over gRPC messages stay bytes, over HTTP a protocol of its own counts events: what a generator takes
-of the cores is missing from the server's share. Times are CLOCK_MONOTONIC, which all share.
+Over gRPC messages stay bytes; over HTTP a custom protocol counts events, since CPU time of a
+generator is missing from the server's share. Times are CLOCK_MONOTONIC, common to all processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .taken_tokens import TakenTokens
 _STALLED_BUFFER_BYTES = 4096
 _METHOD = "/baton.v1.Inference/Generate"
 _EVENT, _EVENTS_END, _DONE = b"data: ", b"\n\n", b"[DONE]"
-_TEXT = TEXT.encode()  # a chunk for a reader that lags has it more than once
+_TEXT = TEXT.encode()  # a lagging reader gets it several times in one chunk
 _SSE_ID = re.compile(rb'"id":"cmpl-([0-9a-f]{32})"')
 
 
@@ -38,7 +38,7 @@ _SSE_ID = re.compile(rb'"id":"cmpl-([0-9a-f]{32})"')
 class LoadPlan:
     """`rate_per_s` 0: `num_streams` at once, `rounds` times; else arrivals at this rate for
     `duration_s`. `num_stalled` of each round's streams stop reading after their first message.
-    `taken`: the file in which tokens are counted, if somebody looks there."""
+    `taken`: the file in which received tokens are counted, if the engines read it."""
 
     front: str  # grpc or sse
     address: str
@@ -56,7 +56,7 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class LoadStream:
-    """What was seen of one; `times_s`: when each token came."""
+    """The record of one stream; `times_s`: when each token arrived."""
 
     sent_s: float
     request_id: str = ""
@@ -72,12 +72,12 @@ OneStream = Callable[[LoadPlan, LoadStream], Awaitable[None]]
 
 
 def _prompt(plan: LoadPlan) -> list[int]:
-    """Random ids, so that nobody has them cached; every tokenizer has these."""
+    """Random ids below every tokenizer's size, so that no prompt is cached."""
     return random.choices(range(256, 1024), k=plan.prompt_tokens)
 
 
 class _Sse(asyncio.Protocol):
-    """One request, one connection."""
+    """One request on one connection."""
 
     def __init__(self, plan: LoadPlan, stream: LoadStream, count: Count) -> None:
         self._plan = plan
@@ -184,10 +184,10 @@ def _grpc_stream(generate: Any, count: Count) -> OneStream:
 
 
 def _count_nothing(_: int) -> None:
-    """Nobody looks."""
+    """Does nothing: no file counts the tokens."""
 
 
-_STALLED: list[Any] = []  # calls that nobody reads, kept open until the process ends
+_STALLED: list[Any] = []  # calls that are not read, kept open until the process ends
 
 
 async def _round(plan: LoadPlan, one: OneStream) -> list[LoadStream]:
@@ -200,7 +200,7 @@ async def _round(plan: LoadPlan, one: OneStream) -> list[LoadStream]:
 
 
 async def _arrivals(plan: LoadPlan, one: OneStream) -> list[LoadStream]:
-    """Open loop: exponential gaps, whatever the answers do."""
+    """Open loop: exponential gaps, independent of the responses."""
     draw, began_s, due_s = random.Random(0), time.monotonic(), 0.0
     streams: list[LoadStream] = []
     tasks = []

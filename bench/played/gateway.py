@@ -1,4 +1,4 @@
-"""A gateway's part of a played cluster: the production's routing, queue and sessions."""
+"""The gateway of a simulated cluster: production routing, queue and sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .device import VirtualClock
 
 
 class PlayedGateway:
-    """What of a gateway decides where requests go, and streams their tokens."""
+    """The parts of a gateway that route requests and stream their tokens."""
 
     def __init__(
         self, clock: VirtualClock, seed: int, max_queue_s: float | None, policy: str
@@ -30,6 +30,6 @@ class PlayedGateway:
         self.mover = RequestMover(self.table, self.sessions, clock, random.Random(seed))
 
     def received(self, name: str, outputs: Sequence[EngineOutput]) -> None:
-        """What it does with a step's outputs."""
+        """Process the outputs of an engine's step."""
         self.table.engines[name].receive(outputs)
         self.sessions.engine_step(name, outputs)

@@ -1,15 +1,15 @@
-"""A cluster whose devices alone are played: the production's router, sessions and schedulers, over
-steps that take as long as a `StepCost` says, in virtual time.
+"""A cluster with simulated devices: production router, sessions and schedulers over steps that take
+as long as a `StepCost` predicts, in virtual time.
 
     call ─► Session ─► PromptRouter.choose ─► Engine.add | reserve, start ─► step ─► tokens
                         ▲ heartbeats                     one event a step, at its end
 
-Several gateways know of each other's requests what engines' heartbeats have, which come every
-quarter of a second, and soon after another number of prompt tokens waits. Engines measure their
-first steps, as on GPUs. A hand-off takes `HANDOFF_S` and what its bytes take, and so does the KV of
-a running request that moves. The gateways' own time, the network's and a step's launch are not
-played. Engines whose setup has `blocks` cache prefixes, and gateways learn of that as they do
-through Redis. Needs an event loop, whose timers do not matter.
+Several gateways learn of each other's requests only from engines' heartbeats, which are sent every
+quarter of a second, and soon after the number of waiting prompt tokens changes. Engines measure
+their first steps, as on GPUs. A hand-off takes `HANDOFF_S` plus the time of its bytes, and so does
+the KV of a running request that moves. The time of gateways, network and step launches is not
+simulated. Engines whose setup has `blocks` cache prefixes, and gateways receive their cache events
+as they do through Redis. Needs an event loop, whose timers do not matter.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DEADLINE_S = 1e6
 
 @dataclass
 class Call:
-    """A request's stream. Times are of the virtual clock."""
+    """The stream of a request. Times are of the virtual clock."""
 
     caller_id: int
     arrived_s: float
@@ -77,7 +77,7 @@ class Call:
 
 
 class _Ids:
-    """`core.ports.Entropy` without any."""
+    """A deterministic `core.ports.Entropy`."""
 
     def __init__(self) -> None:
         self._count = itertools.count()
@@ -95,10 +95,10 @@ class _Letters:
 
 
 class Simulation:
-    """`at` plays something later; `run` moves the clock until nothing is left, or for a while.
+    """`at` schedules a callback; `run` advances the clock until no event is left, or for some time.
 
-    `max_queue_s`: gateways refuse what would wait longer, and count it in `num_refused`.
-    `moves_requests`: whether running ones move away from engines whose promise is broken or
+    `max_queue_s`: gateways refuse requests that would wait longer, counted in `num_refused`.
+    `moves_requests`: whether running requests move away from engines whose promise is broken or
     withdrawn.
     """
 
@@ -113,8 +113,8 @@ class Simulation:
         ttft_s: float | None = None,
         policy: str = "auto",
     ) -> None:
-        """`ttft_s`: where given, the first gateway moves promises between engines, so that first
-        tokens come within it. `policy`: by which gateways route."""
+        """`ttft_s`: if given, the first gateway moves promises between engines to keep TTFT within
+        it. `policy`: the routing policy of the gateways."""
         self.clock = VirtualClock()
         self.calls: list[Call] = []
         self.num_refused = 0
@@ -126,9 +126,9 @@ class Simulation:
         self._order = itertools.count()
         self._ids = _Ids()
         sources = frozenset(n for n, setup in setups.items() if setup.role is Role.PREFILL)
-        self.link_rates = dict.fromkeys(setups, LINK_GBYTES_PER_S)  # from any to any
+        self.link_rates = dict.fromkeys(setups, LINK_GBYTES_PER_S)  # between any two engines
         self.engines = {n: PlayedEngine(self, n, cost, setups[n], sources) for n in setups}
-        self.moves: list[tuple[float, str, bool]] = []  # when, which engine, whether it promises
+        self.moves: list[tuple[float, str, bool]] = []  # (time, engine, whether it promises)
         self._decider = None
         if ttft_s is not None:
             self._decider = PromiseDecider(self.gateways[0].table, self.clock, ttft_s)
@@ -155,9 +155,10 @@ class Simulation:
         cache_salt: str = "",
         sampling: SamplingParams | None = None,
     ) -> None:
-        """A request comes now, to the gateways in turn; without `caller_id` from somebody new.
-        `token_ids`: of its prompt, where it matters which; `cache_salt`: as the gateway keyed it;
-        `sampling`: where not just so many tokens are to come.
+        """Send a request, to the gateways in turn; without `caller_id` from a new caller.
+
+        `token_ids`: of the prompt, if its contents matter; `cache_salt`: as keyed by the gateway;
+        `sampling`: if not simply `num_outputs` greedy tokens.
         """
         number, now_s = len(self.calls) + self.num_refused, self.clock.now_s
         gateway = self.gateways[number % len(self.gateways)]
@@ -204,7 +205,7 @@ class Simulation:
                 gateway.table.mirror.take(message)
 
     def hear(self, name: str, load: ReportedLoad) -> None:
-        """All gateways get this engine's heartbeat."""
+        """Deliver this engine's heartbeat to all gateways."""
         for gateway in self.gateways:
             gateway.table.engines[name].receive_heartbeat(load)
             gateway.sessions.cluster_changed(is_load_only=True)

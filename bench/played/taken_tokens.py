@@ -1,7 +1,7 @@
-"""How many tokens clients have had: one number that processes share.
+"""The number of tokens that clients have received, shared between processes.
 
-Engines that are to be as fast as what they are measured with must be held back by somebody: a
-gateway reads what they send whenever it comes, and ends the streams that it cannot serve as fast.
+It limits simulated engines to the speed of the gateway under test: a gateway reads engine outputs
+as soon as they arrive, and ends streams that it cannot deliver as fast.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NUMBER = struct.Struct("=q")
 
 
 class TakenTokens:
-    """One process adds, another reads. Begins at zero where there is no such file."""
+    """One process adds, another reads. Starts at zero if the file does not exist."""
 
     def __init__(self, path: Path) -> None:
         with path.open("a+b") as file:

@@ -1,1 +1,1 @@
-"""Open-loop load on a serving system, seen by its clients: arrivals, drivers, records, reports."""
+"""Open-loop load on a serving system, as clients see it: arrivals, drivers, records, reports."""

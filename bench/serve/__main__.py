@@ -1,7 +1,7 @@
 """python -m baton.bench.serve --mix MIX (--target URL | --start SYSTEM [flags of an engine]) [...]
 
-Runs one mix on a system that is there already, or on one that it starts, and writes figures
-(JSON), raw times (npz) and a page of plots (HTML).
+Runs one mix on a system that already runs, or on one that it starts, and writes figures (JSON), raw
+times (npz) and a page of plots (HTML).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _run_load(target: str, arguments: argparse.Namespace, workload: Workload, vo
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print, write."""
+    """Measure, print the figures and write them."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if not (arguments.target or arguments.start):

@@ -2,12 +2,12 @@
 
 python -m baton.bench.serve.chats [--shape NAME --gpus 0,1 --device cuda] [--modes MODE...]
 
-All chats begin at once; each turn is all that was said, the last answer among it, and new tokens.
-Told for each mode of `baton up`: prompt tokens that were computed over those that are new, and
+All chats begin at once; the prompt of a turn is the whole chat so far, with the last output, and
+new tokens. Figures for each mode of `baton up`: computed prompt tokens over new prompt tokens, and
 TTFT of the first turn and of the later ones.
 
-`auto` also tells what a prefix from a peer costs: streams of one prompt begin one after the other
-until the router takes the other engine, which has nothing of it and fetches its KV.
+`auto` also measures the cost of a prefix from a peer: streams of one prompt begin one after the
+other until the router chooses the other engine, which has no block of it and fetches its KV.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from ..goodput.__main__ import write_model
 from . import systems
 
 _MODES = ("disaggregated", "aggregated", "auto")
-_PAUSE_S = 0.5  # of a person, at most
+_PAUSE_S = 0.5  # the longest pause of a user
 _MOST_STREAMS, _STREAM_TOKENS = 12, 300
 _NUM_PROMPTS = 5
-_TARGET_MS, _TARGET_TOKENS = 5.0, 8192  # on two H200s, more than at the engine that has it
+_TARGET_MS, _TARGET_TOKENS = 5.0, 8192  # on two H200s, in addition to a local hit
 _MOST_COMPUTED = 1.1
 _STAGES = (
     Event.ARRIVED,
@@ -53,7 +53,7 @@ _STAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of a chat, and how many."""
+    """The numbers of tokens per turn, of turns and of chats."""
 
     num_chats: int
     num_turns: int
@@ -64,7 +64,7 @@ class Lengths:
 
 
 class Bench:
-    """One gateway, and all who chat."""
+    """One gateway and all its chats."""
 
     def __init__(self, client: AsyncClient, vocab_size: int, lengths: Lengths) -> None:
         self._client, self._lengths = client, lengths
@@ -92,7 +92,7 @@ class Bench:
         return results
 
     async def chats(self, mode: str) -> list[Figure]:
-        """All of them, twice: what opens links or compiles is over then."""
+        """Run all chats, after two that open links and compile kernels."""
         await asyncio.gather(*(self._chat() for _ in range(2)))
         chats = await asyncio.gather(*(self._chat() for _ in range(self._lengths.num_chats)))
         lengths = self._lengths
@@ -112,12 +112,13 @@ class Bench:
         ]
 
     async def peers(self) -> list[Figure]:
-        """TTFT of one prompt: computed, again at the engine that has it, at one that fetches."""
+        """TTFT of one prompt: computed, again at an engine with its KV, and at one that fetches
+        it."""
         computed, local, fetched = list[float](), list[float](), list[float]()
         for number in range(_NUM_PROMPTS + 1):
             results = await self._streams_of(self._tokens(self._lengths.shared_prompt))
             if not number:
-                continue  # links are opened
+                continue  # opens the links
             computed.append(_ttft_ms(results[0]))
             have_it = {results[0].prefill_node, results[0].decode_node}  # by a hand-off, too
             for result in results[1:]:
@@ -143,7 +144,8 @@ class Bench:
         return figures
 
     async def _streams_of(self, prompt: Sequence[int]) -> list[Result]:
-        """One after the other, each once those before have begun; they end together."""
+        """Start streams one after the other, each once the previous one has begun; they end
+        together."""
         running = list[asyncio.Task[Result]]()
         for _ in range(_MOST_STREAMS):
             has_begun = asyncio.Event()
@@ -169,7 +171,7 @@ def _ttft_ms(result: Result) -> float:
 
 
 def _stages(mode: str, results: Sequence[Result]) -> list[Figure]:
-    """Of their TTFT; what is left of it is the way to the gateway and back."""
+    """The stages of TTFT; the rest is the way to the gateway and back."""
     found: dict[str, list[float]] = {}
     for result in results:
         at_ns = {stamp.event: stamp.unix_ns for stamp in result.timeline}
@@ -188,7 +190,7 @@ def _p90(values: Sequence[float]) -> float:
 
 
 async def measure(address: str, mode: str, vocab_size: int, lengths: Lengths) -> list[Figure]:
-    """Of one deployment."""
+    """The figures of one deployment."""
     async with AsyncClient(address) as client:
         bench = Bench(client, vocab_size, lengths)
         figures = await bench.chats(mode)
@@ -196,7 +198,7 @@ async def measure(address: str, mode: str, vocab_size: int, lengths: Lengths) ->
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print, write."""
+    """Measure, print the figures and write them."""
     parser = argparse.ArgumentParser(
         prog="python -m baton.bench.serve.chats",
         description=__doc__,

@@ -2,9 +2,9 @@
 
     ttft[i] = max(arrival[i], end[i - 1]) + service[i] - arrival[i]        first come, first served
 
-`service` is the time of one prefill at an engine alone, in a queue of them. No prefill node that
-computes one prompt at a time can be faster; batching prompts gains nothing where one prompt already
-keeps the GPU's multipliers busy.
+`service` is the time of one prefill in a queue at an engine alone. No prefill node that computes
+one prompt at a time can be faster; batching gains nothing if one prompt already saturates the GPU's
+tensor cores.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ def replay(
 def queued_spacing(
     sent_s: Sequence[float], first_s: Sequence[float], is_ours: Sequence[bool], num_between: int
 ) -> list[float]:
-    """What a server took for a request of ours in the run itself, where requests queued: seconds
-    from the first token of one to that of the next, with `num_between` others between them.
+    """The service times of our requests in the run itself, where requests queued: seconds between
+    the first tokens of two of ours with `num_between` other requests between them.
 
-    Only where the next had been sent before: else the server may have waited for it.
+    Only if the second was sent before the first token of the first: else the server may have waited
+    for it.
     """
     order = sorted(range(len(first_s)), key=first_s.__getitem__)
     ours = [place for place, index in enumerate(order) if is_ours[index]]

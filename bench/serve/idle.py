@@ -1,5 +1,5 @@
 """One request at a time through a whole system, and the same through an engine alone: the
-difference is what the system adds, and the timeline says where.
+difference is the latency that the system adds, and the timeline shows where.
 
     sent ─ arrived ─ routed ─ prefill_started ─ first_token ─ received
                                                   └─ transfer_ended ─ decode_started ─ second token
@@ -50,8 +50,8 @@ class IdleRequests:
 def measure_engine(
     config: EngineConfig, lengths: Sequence[int], repeats: int, queued_length: int, num_queued: int
 ) -> tuple[dict[int, list[IdleRequests]], list[float]]:
-    """An engine in this process: each length `repeats` times, behind one that does not count, and
-    the seconds a prompt of a queue of them. The queue comes first: it warms the card up."""
+    """An engine in this process: each length `repeats` times, after one that does not count, and
+    the seconds per prompt in a queue. The queue is measured first, as it warms up the card."""
     runner = ModelRunner(config)
     engine = LocalEngine(config, runner).engine
     vocab_size = runner.model_config.vocab_size
@@ -77,7 +77,7 @@ def _request(length: int, number: int, vocab_size: int, max_tokens: int) -> Requ
 
 
 def _token_times(engine: Engine) -> list[float]:
-    """Run until nothing is left; when each token came."""
+    """Run until no work is left; returns the time of each token."""
     token_s: list[float] = []
     while engine.has_work:
         num_tokens = len(engine.step().tokens)
@@ -97,7 +97,7 @@ def measure_system(
 
 
 def measure_again(address: str, length: int, repeats: int, vocab_size: int) -> list[Result]:
-    """One prompt again and again: every node has its blocks cached."""
+    """One prompt repeatedly: every node has its blocks cached."""
     prompt = _prompt(length, 5000).token_ids(vocab_size)
     return asyncio.run(_ask_all(address, {length: [prompt] * (repeats + 2)}))[length]
 
@@ -105,7 +105,7 @@ def measure_again(address: str, length: int, repeats: int, vocab_size: int) -> l
 async def _ask_all(
     address: str, prompts: Mapping[int, Sequence[Sequence[int]]]
 ) -> dict[int, list[Result]]:
-    """One after the other; the first two of each length do not count."""
+    """Send one after the other; the first two of each length do not count."""
     async with AsyncClient(address, api_key=os.environ.get("BATON_API_KEY")) as client:
         return {
             length: [await _ask(client, prompt) for prompt in of_length][2:]
@@ -120,7 +120,7 @@ async def _ask(client: AsyncClient, prompt_ids: Sequence[int]) -> Result:
 
 
 def _prompt(length: int, number: int) -> Prompt:
-    """No two begin alike: none finds another's blocks in a cache."""
+    """Every prompt has a different beginning, so that none hits the prefix cache."""
     return Prompt.drawn(length, length * 10_000 + number)
 
 
@@ -163,14 +163,14 @@ def _compare(alone: Sequence[IdleRequests], through: Sequence[Result]) -> dict[s
 
 
 def _outside_s(result: Result) -> float | None:
-    """What TTFT has before and behind the prefill: two engines' prefills never take the same."""
+    """The part of TTFT before and after the prefill: the prefills of two engines always differ."""
     before_s = _stage_s(result, None, Event.PREFILL_STARTED)
     after_s = _stage_s(result, Event.FIRST_TOKEN, None)
     return None if before_s is None or after_s is None else before_s + after_s
 
 
 def _stage_s(result: Result, begin: Event | None, end: Event | None) -> float | None:
-    """One stretch of the timeline; the client's monotonic clock is that of this host."""
+    """One stage of the timeline; the client's monotonic clock is that of this host."""
     stamps = {stamp.event: stamp.unix_ns for stamp in result.timeline}
     offset_ns = time.time_ns() - time.monotonic_ns()
     stamps_ns = [

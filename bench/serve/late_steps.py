@@ -1,15 +1,15 @@
-"""What the host did while a step took longer than expected, in any command that runs engines.
+"""Host activity during steps that took longer than expected, in any command that runs engines.
 
 python -m baton.bench.serve.late_steps FOLDER [--every-step] COMMAND...
 
 As `... late_steps /tmp/late python -m baton.bench.goodput --shape llama-3.1-8b --gpus 0 ...`. Each
-engine's process looks every 2 ms at what its engine's thread does, and writes FOLDER/PID.txt: for
-each late step its shape, and from when on it was seen where. A thread gives the interpreter away
-inside of torch's functions, so those are seen more often than they take.
+engine's process samples its engine's thread every 2 ms and writes FOLDER/PID.txt: for each late
+step its shape, and the code positions sampled during it, with times. A thread releases the GIL
+inside torch's functions, so these are sampled more often than their share of the time.
 
-To look slows the engine down. With --every-step nothing does: FOLDER/PID.csv has a line for each
+Sampling slows the engine down. With --every-step there is none: FOLDER/PID.csv has a line for each
 step, late or not. `took_ms` is from its beginning on the device until the host saw its end;
-`launching_ms` what the host took to plan and to launch it, meanwhile the step in front may have
+`launching_ms` is the host's time to plan and launch it, during which the previous step may have
 ended unseen (`previous_ended`).
 """
 
@@ -29,7 +29,7 @@ from types import FrameType, ModuleType
 from typing import Any, TextIO
 
 _LOOK_S = 0.002
-_LATE_FACTOR, _LATE_S = 1.3, 0.004  # longer than both says
+_LATE_FACTOR, _LATE_S = 1.3, 0.004  # late: longer than expected by both together
 _DEPTH, _MOST_LINES, _MOST_LOOKS = 5, 60, 4000
 _ENGINE = "baton.engine.engine"
 _EVERY = "--every-step"
@@ -52,12 +52,12 @@ def where(frame: FrameType | None) -> str:
 
 
 def is_late(took_s: float, expected_s: float | None) -> bool:
-    """Whether a step is worth telling of."""
+    """Whether a step is reported as late."""
     return expected_s is not None and took_s > expected_s * _LATE_FACTOR + _LATE_S
 
 
 def runs(looks: Iterable[Look], begin_s: float) -> list[str]:
-    """A line for each place, with how long behind `begin_s` and how often in a row it was seen."""
+    """A line per place: how long after `begin_s` it was first seen, and how often in a row."""
     found: list[tuple[float, str, int]] = []
     for at_s, place in looks:
         if found and found[-1][1] == place:
@@ -69,7 +69,7 @@ def runs(looks: Iterable[Look], begin_s: float) -> list[str]:
 
 
 class Watch:
-    """Of one process; does nothing until an engine's first step was measured."""
+    """Samples the engine's thread of one process; does nothing until the engine's first step."""
 
     def __init__(self, folder: Path, *, every_step: bool) -> None:
         self._folder = folder
@@ -93,7 +93,7 @@ class Watch:
                 self._looks.append((time.monotonic(), where(frame)))
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop sampling."""
         self._is_over.set()
         self._looking.join()
         if self._steps is not None:
@@ -141,18 +141,18 @@ class Watch:
 
 
 def watch(folder: str, *, every_step: bool) -> None:
-    """In this process and those that it forks."""
+    """Sample in the processes that this one forks."""
 
     def begin() -> None:
         begun = Watch(Path(folder), every_step=every_step)
-        atexit.register(begun.end)  # none shall look while the interpreter goes
+        atexit.register(begun.end)  # no sampling while the interpreter shuts down
 
     os.register_at_fork(after_in_child=begin)
     begin()
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; its processes watch themselves."""
+    """Run the command; its processes sample themselves."""
     every_step = argv[1:2] == [_EVERY]
     command = argv[1 + every_step :]
     if not command:

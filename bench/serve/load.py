@@ -36,10 +36,10 @@ def apply(
     drain_s: float = 10.0,
     fields: Mapping[str, Any] | None = None,
 ) -> list[Record]:
-    """Run the workload to its end; all requests' records, as they were due. `fields`: more of each
-    request's body, over HTTP.
+    """Run the workload to its end; returns the records of all requests, by due time. `fields`:
+    additional fields of each request's body, over HTTP.
 
-    Raises RuntimeError if a generator breaks: half a load is none.
+    Raises RuntimeError if a generator fails: a partial load is not a valid result.
     """
     hands = deal(workload.arrivals, num_generators)
     with ExitStack() as stack:
@@ -73,7 +73,7 @@ def apply(
 
 
 class _Worker:
-    """A child that ends with us."""
+    """A child process that ends with its parent."""
 
     def __init__(self, plan: WorkerPlan) -> None:
         self._plan = plan

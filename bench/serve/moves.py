@@ -1,11 +1,11 @@
-"""What a client sees of a running request that moves from one engine to another.
+"""The effect on a client when its running request moves from one engine to another.
 
 python -m baton.bench.serve.moves [--shape NAME --gpus 0,1 --device cuda] [--contexts N...]
                                    [--beside N...]
 
-A deployment in `auto`, and a gateway in this process, which is told what to move: one stream at a
-time, alone and beside others. Told are the longest gap of a stream from when its move
-begins until it is over, the median of its gaps before, and how moves ended.
+A deployment in `auto`, and a gateway in this process that moves requests on demand: one stream at a
+time, alone and beside others. Figures: a stream's longest gap from when its move begins until it
+ends, the median of its gaps before, and the outcomes of moves.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _REPEATS = 10
 
 
 class Bench:
-    """A gateway of ours, and streams of clients of it."""
+    """A gateway in this process, and client streams through it."""
 
     def __init__(self, gateway: Gateway, client: AsyncClient, vocab_size: int) -> None:
         self._gateway, self._client = gateway, client
@@ -53,7 +53,8 @@ class Bench:
         self._draw = random.Random(0)
 
     async def figures(self, context: int, num_beside: int) -> list[Figure]:
-        """Of streams of so many prompt tokens, one after the other, beside others that go on."""
+        """The figures of sequential streams with `context` prompt tokens, beside others that
+        continue."""
         gaps, before, ends = list[float](), list[float](), Counter[str]()
         async with self._beside(context, num_beside):
             for number in range(_REPEATS + 1):
@@ -100,7 +101,7 @@ class Bench:
         )
 
     async def _move_one(self, context: int) -> tuple[str, float, float]:
-        """(how a stream's move ended, the longest gap since it began, the median before), in
+        """(outcome of the stream's move, longest gap since it began, median gap before), in
         seconds."""
         others = {one.request_id for one in self._gateway._sessions}
         stream, count, began_s = self._stream(context), 0, math.inf
@@ -121,7 +122,7 @@ class Bench:
         return Counter(self._gateway._table.plans.moves)
 
     def _move(self, others: set[str]) -> None:
-        """To the other engine: the longest of the streams that are none of these."""
+        """Move the longest of the streams that are not in `others` to the other engine."""
         mover, sessions = self._gateway._mover, self._gateway._sessions
         ours = [one for one in sessions if one.request_id not in others]
         session = max(ours, key=lambda one: len(one.answer.output_ids))
@@ -137,7 +138,8 @@ async def measure(
     vocab_size: int,
     loads: Sequence[tuple[int, int]],
 ) -> list[Figure]:
-    """By a gateway of these settings, whose nodes are ready; loads: (context, streams beside)."""
+    """Measure through a gateway with these settings, whose nodes are ready; loads: (context, number
+    of other streams)."""
     gateway = await serve(config, cluster)
     try:
         await gateway.startup_lines()
@@ -153,7 +155,7 @@ async def measure(
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print, write."""
+    """Measure, print the figures and write them."""
     parser = argparse.ArgumentParser(
         prog="python -m baton.bench.serve.moves",
         description=__doc__,

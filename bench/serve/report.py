@@ -1,7 +1,8 @@
 """From records to figures: percentiles by group, goodput, the generator's own lag, the FIFO floor.
 
-Definitions are core/metrics.py's. TBT is pooled over the gaps that end inside the window, the
-hand-off gap among them and told beside it; a request counts in the window in which it was sent.
+Definitions are those of core/metrics.py. TBT is pooled over the gaps that end inside the window,
+including the hand-off gap, which is also reported on its own; a request counts in the window in
+which it was sent.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ def summarise(
     prefill_s: Mapping[str, float] | None = None,
     num_prefills: int = 1,
 ) -> dict[str, Any]:
-    """All figures of a run as JSON: times in ms. `prefill_s`: by group, of one prefill alone;
-    `num_prefills` engines compute them."""
+    """All figures of a run as JSON: times in ms. `prefill_s`: by group, the time of one prefill
+    alone; `num_prefills` engines compute them."""
     groups = sorted({record.group for record in records})
     result: dict[str, Any] = {
         group: group_figures([r for r in records if r.group == group], window, slo)
         for group in groups
     }
-    # A stream of the background is due when the one before it ends: it cannot be late.
+    # A background stream is due when its previous request ends: it cannot be late.
     lags = [r.lag_s for r in records if r.group != BACKGROUND and window.holds(r.due_s)]
     summary = {"window_s": [window.begin_s, window.end_s], "groups": result}
     summary["generator_lag_ms"] = spread(lags)
@@ -50,7 +51,7 @@ def _floors(
     prefill_s: Mapping[str, float],
     num_prefills: int,
 ) -> dict[str, dict[str, float | None]]:
-    """By group, the FIFO replay of everything that had to be prefilled."""
+    """By group, the FIFO replay of all requests that were prefilled."""
     ordered = sorted(records, key=lambda record: record.sent_s)
     services_s = [prefill_s[record.group] for record in ordered]
     ttfts = replay([record.sent_s for record in ordered], services_s, num_prefills)
@@ -67,7 +68,8 @@ def _floors(
 def _spacings(
     records: Sequence[Record], window: ReportWindow, group: str
 ) -> dict[str, dict[str, float | None]]:
-    """What one more of the group took where they queued, with none or one of another between."""
+    """The service time of a request in the queue, with no or one request of another group in
+    between."""
     served = [r for r in records if r.token_s and window.holds(r.token_s[0])]
     sent_s, first_s = [r.sent_s for r in served], [r.token_s[0] for r in served]
     is_ours = [r.group == group for r in served]
@@ -78,7 +80,7 @@ def _spacings(
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """For people: one line a group and figure."""
+    """A text table for people: one line per group and figure."""
     lines = [f"{'':34}{'n':>8}{'p50':>10}{'p90':>10}{'p99':>10}{'p99.9':>10}{'max':>10}   ms"]
     for group, figures in summary["groups"].items():
         for name, value in figures.items():

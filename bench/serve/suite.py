@@ -1,16 +1,16 @@
-"""The whole comparison on two GPUs, part by part into one file of results.
+"""The whole comparison on two GPUs, part by part into one results file.
 
 python -m baton.bench.serve.suite --parts PART[,PART...] [--out FOLDER] [flags of an engine]
 
-    alone      an engine in this process, on each prefill GPU in turn: what one prefill takes in a
-               queue of them and when idle, the floor of all below
+    alone      an engine in this process, on each prefill GPU in turn: the time of one prefill in a
+               queue and when idle, the floor of all below
     system     one deployment (prefill GPU 0, decode GPU 1): running streams alone, running streams
                while prompts of 8192 tokens arrive, idle latencies
     mixed      the same two GPUs, each prefilling and decoding: running streams, and the same load
 
-Parts that run later add to serve.json and use what earlier ones found in it. A card's clock falls
-by up to a per cent as it warms up: load comes first, in every part, and `alone` may run before and
-behind `system`. `--queued` prompts of 8192 tokens should take as long as the load.
+Parts that run later extend serve.json and use the results of earlier ones in it. A card's clock
+falls by up to a per cent as it warms up: every part begins with load, and `alone` may run before
+and after `system`. `--queued` prompts of 8192 tokens should take as long as the load.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SLO = Slo(ttft_s=0.5, tbt_s=0.05)
 
 
 class Suite:
-    """The results so far, and where they go."""
+    """The results so far, and the file for them."""
 
     def __init__(self, arguments: argparse.Namespace, argv: Sequence[str]) -> None:
         self._arguments = arguments
@@ -75,7 +75,7 @@ class Suite:
         )
 
     def run(self, part: str) -> None:
-        """One part; what it finds is written at once."""
+        """Run one part; its results are written at once."""
         {"alone": self._alone, "system": self._system, "mixed": self._mixed}[part]()
 
     def _save(self, name: str, found: Any) -> None:
@@ -83,12 +83,13 @@ class Suite:
         self._path.write_text(json.dumps(self._results, indent=1) + "\n")
 
     def _found(self, name: str) -> Any:
-        """By this run, or by one without its label; None if by none."""
+        """The result of this name from this run, or from one without its label; None if there is
+        neither."""
         return self._results.get(self._arguments.label + name) or self._results.get(name)
 
     @contextmanager
     def _clocks(self, name: str) -> Iterator[None]:
-        """Keep those of a part of this run."""
+        """Record the GPU clocks during a part of this run."""
         found: clocks.Clocks = {}
         with clocks.recorded(found):
             yield
@@ -104,7 +105,7 @@ class Suite:
             self._alone_on(dataclasses.replace(config, device=f"cuda:{gpu}"))
 
     def _alone_on(self, config: EngineConfig) -> None:
-        """An engine alone; what is found of several is one sample."""
+        """An engine alone; the samples of several runs are pooled."""
         repeats, num_queued = self._arguments.idle_repeats, self._arguments.queued
         queued_length = DEFAULT_SHAPE.num_prompt_tokens
         with self._clocks("alone"):
@@ -131,7 +132,7 @@ class Suite:
         with systems.over_grpc(self._engine, up, node, is_one_caller=is_one_caller) as target:
             repeats, address = self._arguments.idle_repeats, target.removeprefix("grpc://")
             if repeats:
-                # Begun anew, a stream finds its prompt cached: what that takes, for the floor.
+                # The prefill time of a restarted stream, whose prompt is cached: for the floor.
                 length = DEFAULT_SHAPE.stream_prompt_tokens
                 self._again = idle.measure_again(address, length, repeats, self._vocab_size)
                 self._compare()
@@ -142,7 +143,7 @@ class Suite:
                 self._compare()
 
     def _compare(self) -> None:
-        """The system with the engine alone, as far as both are known."""
+        """Compare the system with the engine alone, where both are measured."""
         if not self._again:
             return
         compared = idle.compare(self._known_alone(), self._through)
@@ -201,8 +202,8 @@ class Suite:
             plots.write(page, title, runs, "\n\n".join(tables))
 
     def _prefill_s(self) -> dict[str, float]:
-        """By group, what a prefill takes where they queue: the card's power limit slows it by some
-        per cent beside an idle one. Empty while that is unknown."""
+        """By group, the time of one prefill in a queue: the card's power limit slows it by some per
+        cent compared with an idle one. Empty if it is not measured."""
         queued_s, idle_times = self._found("alone queued"), self._found("idle")
         if not queued_s or not idle_times:
             return {}
@@ -211,7 +212,7 @@ class Suite:
 
 
 def _num_gpus(gpus: str | None) -> int:
-    """Of a role; without any it has one engine on the CPU."""
+    """The number of GPUs of a role; 1 without GPUs, for one engine on the CPU."""
     return len(gpus.split(",")) if gpus else 1
 
 

@@ -1,10 +1,10 @@
-"""Brings up a system to measure, and says how a driver reaches it.
+"""Starts a system to measure, and gives the target by which a driver reaches it.
 
 deployed         Redis, gateway and nodes, as `baton up` starts them, over HTTP
 over_grpc        the same over gRPC, and no tokenizer
 joined           the same, for a gateway of the driver's own
 mixed            the same engines, each prefilling and decoding; no gateway, no hand-off
-vllm             replicas of vLLM, one a GPU, that requests are dealt to in turn
+vllm             replicas of vLLM, one per GPU, that get requests in turn
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from baton.gateway.security.key_file import add_key
 from .clients.node_driver import CLUSTER
 
 _SERVER_STOP_S = 20.0
-_MIXED_CHUNK_TOKENS = 1024  # what peers take when decodes must not wait long for a prefill
+_MIXED_CHUNK_TOKENS = 1024  # for engines whose decodes must not wait long for a prefill
 
 
 def _say(name: str, line: str) -> None:
@@ -46,7 +46,7 @@ def _say(name: str, line: str) -> None:
 def deployed(
     engine: EngineConfig, up: UpConfig, node: NodeConfig, gateway: GatewayConfig
 ) -> Iterator[str]:
-    """The target of a deployment's gateways over HTTP, at ports of their own."""
+    """The target of a deployment's gateways over HTTP, at free ports."""
     gateway = replace(gateway, grpc_port=0, http_port=0, model=engine.model)
     deployment = Deployment(up, engine, node, gateway, _say)
     with running_in_background(deployment):
@@ -57,8 +57,8 @@ def deployed(
 def over_grpc(
     engine: EngineConfig, up: UpConfig, node: NodeConfig, *, is_one_caller: bool = False
 ) -> Iterator[str]:
-    """The target of a deployment's gateway. `is_one_caller`: it wants a key, which all clients of
-    this process and its children find in BATON_API_KEY; else each connection is a caller."""
+    """The target of a deployment's gateway. `is_one_caller`: it requires a key, which all clients
+    of this process and its children find in BATON_API_KEY; else each connection is a caller."""
     gateway = GatewayConfig(grpc_port=0, http_port=0, model=engine.model, skip_tokenizer_init=True)
     with ExitStack() as stack:
         if is_one_caller:
@@ -72,7 +72,7 @@ def over_grpc(
 
 @contextmanager
 def joined(engine: EngineConfig, up: UpConfig, node: NodeConfig) -> Iterator[ClusterConfig]:
-    """The cluster of a deployment, whose own gateway nobody asks."""
+    """The cluster of a deployment; its own gateway is not used."""
     gateway = GatewayConfig(grpc_port=0, http_port=0, model=engine.model, skip_tokenizer_init=True)
     deployment = Deployment(up, engine, node, gateway, _say)
     with running_in_background(deployment):
@@ -94,7 +94,7 @@ def mixed(engine: EngineConfig, gpus: str | None, num_engines: int) -> Iterator[
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """For the load generators to inherit."""
+    """Set an environment variable for the load generators to inherit."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -110,7 +110,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 def _node(
     engine: EngineConfig, node: NodeConfig, cluster: ClusterConfig, secret: str
 ) -> Iterator[None]:
-    """A decode node: its engines take local work as well."""
+    """A decode node: its engines accept local work as well."""
     argv = [flag for config in (engine, node, cluster) for flag in flags.to_argv(config)]
     program = "import sys; from baton.cli.launch import decode; sys.exit(decode())"
     process = subprocess.Popen(
@@ -143,7 +143,7 @@ def _node(
 def vllm(command: Sequence[str], gpus: Sequence[str], timeout_s: float = 600.0) -> Iterator[str]:
     """The target of servers that `command` starts, one on each of these GPUs, once all are ready.
 
-    Raises RuntimeError if one ends before.
+    Raises RuntimeError if a server ends before.
     """
     with ExitStack() as stack:
         servers = [stack.enter_context(_Server(command, gpu)) for gpu in gpus]
@@ -169,7 +169,7 @@ class _Server:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env=self._environment,
-            cwd=tempfile.gettempdir(),  # the folders of this package shall not be its modules
+            cwd=tempfile.gettempdir(),  # this package's folders must not become modules
             start_new_session=True,
         )
         return self
@@ -195,6 +195,6 @@ class _Server:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_SERVER_STOP_S)
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # what it left behind
+            os.killpg(self._process.pid, signal.SIGKILL)  # remaining children
         self._process.wait()
         self._log.close()

@@ -1,10 +1,10 @@
-"""What a request takes outside its steps where its engines are on two hosts, with and without TLS.
+"""The time of a request outside its steps with engines on two hosts, with and without TLS.
 
 python -m baton.bench.serve.two_hosts [--trees NAME=IMPORT_ROOT ...] [--rounds 7]
 
-The second host is a network namespace (so it needs root), and the wire to it a pair of devices. All
-hosts are the same cores. Of `--trees` each is measured by turns, in processes that import `baton`
-from there: with the tree of another commit, what the commits between have changed.
+The second host is a network namespace (this needs root), connected by a pair of devices. All hosts
+share the same cores. The `--trees` are measured in turns, in processes that import `baton` from
+there: with the tree of another commit this shows what the commits in between changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import baton
 
-_MOST_S = 120.0  # of a deployment and its requests
+_MOST_S = 120.0  # for a deployment and its requests
 _SUBNET = "10.234.0"
 _HERE, _THERE = f"{_SUBNET}.1", f"{_SUBNET}.2"
 _REQUESTS, _WARMUPS = 40, 8
@@ -67,7 +67,7 @@ def _measure(root: str, inside: str, certs: str) -> dict[str, float]:
     try:
         said, errors = process.communicate(timeout=_MOST_S)
     except BaseException:
-        process.terminate()  # it ends what it has started
+        process.terminate()  # it ends its children
         process.communicate()
         raise
     if process.returncode:
@@ -76,7 +76,7 @@ def _measure(root: str, inside: str, certs: str) -> dict[str, float]:
     return figures
 
 
-# Runs with the tree to be measured: it may be of a commit that has not this file.
+# Runs with the tree to be measured, whose commit may lack this file.
 _PROGRAM = f"""
 import contextlib, json, signal, statistics, subprocess, sys, time
 from baton.cluster.redis_server import RedisServer
@@ -149,7 +149,7 @@ def _make_certificates(root: str, folder: str) -> None:
 
 @contextlib.contextmanager
 def _second_host() -> Iterator[str]:
-    """The name of a namespace at `_THERE`, with a wire from `_HERE`."""
+    """Create a network namespace at `_THERE`, linked to `_HERE`; yields its name."""
     name = f"bench-{os.getpid()}"
     near, far = f"bn{os.getpid() % 10**6}a", f"bn{os.getpid() % 10**6}b"
     _ip("netns", "add", name)
@@ -162,7 +162,7 @@ def _second_host() -> Iterator[str]:
         _ip("-n", name, "addr", "add", f"{_THERE}/30", "dev", far)
         yield name
     finally:
-        _ip("netns", "del", name)  # and with it both ends of the wire
+        _ip("netns", "del", name)  # deletes both ends of the link
 
 
 def _ip(*arguments: str) -> None:

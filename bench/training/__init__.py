@@ -1,1 +1,1 @@
-"""The scripts that made the bundled models and their adapter, as models/README.md tells."""
+"""The scripts that made the bundled models and their adapter, as models/README.md describes."""

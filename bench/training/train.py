@@ -124,7 +124,7 @@ SIZES = {"demo": (256, 6, 4, 2, 768), "demo-draft": (128, 4, 2, 1, 384)}
 
 
 def new_model(name: str, dropout: float) -> LlamaForCausalLM:
-    """Llama with tied embeddings; what attention and MLP give is dropped out while it trains."""
+    """Llama with tied embeddings; in training, dropout follows attention and MLP."""
     sizes: dict[str, Any] = dict(zip(_SIZES_OF, SIZES[name], strict=True))
     config = LlamaConfig(
         **sizes,
@@ -146,14 +146,14 @@ def new_model(name: str, dropout: float) -> LlamaForCausalLM:
     for layer in model.model.layers:
         for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
             output.register_forward_hook(drop_out)
-            # What writes to the residual stream starts small.
+            # Projections into the residual stream are initialised with small weights.
             nn.init.normal_(output.weight, std=0.02 / math.sqrt(2 * config.num_hidden_layers))
     return model
 
 
 # --- training -------------------------------------------------------------------------------------
 
-SHORT_CONTEXT, SHORT_SHARE = 512, 0.6  # the first 60 % of the steps see short windows
+SHORT_CONTEXT, SHORT_SHARE = 512, 0.6  # the first 60 % of the steps use short windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +303,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def load_saved(folder: Path, device: str, dtype: torch.dtype | str = "auto") -> Any:
-    """A folder as its users load it; float32: as a teacher."""
+    """Load a folder as its users do; as a teacher, in float32."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.eval().requires_grad_(False).to(device)
 

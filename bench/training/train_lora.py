@@ -1,9 +1,9 @@
-"""Train `demo-stubs`, the LoRA adapter that ships with the bundled model: functions become stubs,
-a docstring and `raise NotImplementedError`. A demonstration of adapters, and nothing more.
+"""Train `demo-stubs`, the LoRA adapter that ships with the bundled model: functions become stubs, a
+docstring and `raise NotImplementedError`. A demonstration of adapters, and nothing more.
 
     python bench/training/train_lora.py --out FOLDER          some seconds on a CPU
 
-Of rank 2 on the attention's outputs alone, in PEFT's files.
+Rank 2, on the attention's output projections alone, in PEFT's files.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ NOUNS = [
 
 
 class LoraLinear(nn.Module):
-    """A projection that stays as it is, with the adapter's product beside it."""
+    """A frozen projection plus the adapter's product."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def write(folder: Path, added: list[LoraLinear]) -> None:
-    """PEFT's two files."""
+    """Write PEFT's two files."""
     folder.mkdir(exist_ok=True)
     tensors = {}
     for index, one in enumerate(added):

@@ -1,4 +1,4 @@
-"""One open gateway for all tests of this folder, and one that asks for keys."""
+"""One open gateway for all tests of this folder, and one that requires keys."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Target]:
-    """Without keys. Session-wide: what one test does to it, all others see."""
+    """Without keys. Session-wide: its state is shared by all tests."""
     with running(tmp_path_factory.mktemp("open"), {"model": str(model_dir)}) as started:
         yield started
 
 
 @dataclass(frozen=True, slots=True)
 class Keyed:
-    """A gateway that asks for keys, and one key for each tenant, by the tenant's name."""
+    """A gateway that requires keys, and one key for each tenant, by the tenant's name."""
 
     target: Target
     keys: Mapping[str, str]

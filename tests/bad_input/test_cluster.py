@@ -1,7 +1,7 @@
-"""What an engine makes of frames that no gateway and no peer of ours sends: B81 to B86.
+"""Engines that receive frames that no gateway and no peer of ours sends: B81 to B86.
 
-Who sends them has the cluster's secret, so they are a bug or a foreign version. They may cost their
-sender, and nobody else: no exception, no block that stays, no wrong token of a request beside them.
+The sender has the cluster's secret, so such frames come from a bug or a foreign version. They may
+fail the sender only: no exception, no leaked block, no wrong token of another request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is let in, and as far as what: B55 to B62, B78 and B91, on both fronts."""
+"""Authentication and authorisation: B55 to B62, B78 and B91, on both fronts."""
 
 from __future__ import annotations
 

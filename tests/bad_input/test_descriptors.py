@@ -1,4 +1,4 @@
-"""A gateway that may open few files: those who are too many are answered, and it does not spin."""
+"""A gateway with a low file limit: excess connections get a response, and it does not spin."""
 
 from __future__ import annotations
 

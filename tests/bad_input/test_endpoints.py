@@ -1,5 +1,6 @@
-"""No route without bad requests: POSTs have rows of the table, the login its forms, reads what they
-do not take."""
+"""Every route has bad requests: POSTs have rows of the table, the login has forms, and reads have
+unsupported input.
+"""
 
 from __future__ import annotations
 

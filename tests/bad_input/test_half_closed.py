@@ -1,4 +1,6 @@
-"""A FIN while an answer is awaited: who ended its direction alone is answered, who left noticed."""
+"""A FIN while a response is pending: a half-closed client gets its response, a closed one is
+noticed.
+"""
 
 from __future__ import annotations
 

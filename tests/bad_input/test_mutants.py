@@ -1,6 +1,6 @@
-"""Mutated requests by the thousand: no failure of ours, no hang, no growth; a million when slow.
+"""Thousands of mutated requests: no internal error, no hang, no growth; a million when slow.
 
-Each run prints its seed; `--bad-input-seed` and `--bad-input-requests` give it again, or another.
+Each run prints its seed; `--bad-input-seed` and `--bad-input-requests` repeat it, or vary it.
 """
 
 from __future__ import annotations

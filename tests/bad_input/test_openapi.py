@@ -1,7 +1,8 @@
-"""Our own OpenAPI document against our own server: whatever it allows or forbids has its answer.
+"""Our OpenAPI document against our server: it responds as documented to all that it allows or
+forbids.
 
-Requests are made from the schemas, as they should be and as they should not; answers are held to
-what the document says of them.
+Requests are generated from the schemas, valid and invalid; responses are checked against the
+document.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every route and method that exists, by name: whoever adds one adds it here."""
+"""The list of all routes and methods: a new route must be added here."""
 
 from __future__ import annotations
 

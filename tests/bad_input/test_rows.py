@@ -1,7 +1,7 @@
-"""Which test shows which kind of bad request. Whoever moves a test moves its name here.
+"""Which test covers which kind of bad request. When a test moves, its name here must be updated.
 
-Kinds of table.py are in its rows' ids; here is where all others are shown, and where some are that
-rows show in part alone. `OPEN`: what no test shows, and why.
+Kinds of table.py are in its rows' ids; all other kinds are listed here, and kinds that the rows
+cover only in part. `OPEN`: what no test covers, and why.
 """
 
 from __future__ import annotations

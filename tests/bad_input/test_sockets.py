@@ -1,4 +1,4 @@
-"""Bytes on sockets: heads, pipelines, HTTP/2 by hand, those who say nothing, too many of them."""
+"""Bytes on sockets: heads, pipelines, HTTP/2 by hand, silent clients, too many clients."""
 
 from __future__ import annotations
 

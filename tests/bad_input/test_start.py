@@ -1,4 +1,4 @@
-"""What a process is started with: flags (B93) and model directories (B94)."""
+"""Bad arguments of a process at its start: flags (B93) and model directories (B94)."""
 
 from __future__ import annotations
 

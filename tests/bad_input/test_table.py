@@ -1,4 +1,6 @@
-"""The table of bad requests on both fronts: same request, same verdict; and what stays closed."""
+"""The table of bad requests on both fronts: same request, same verdict; and the routes that stay
+closed.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """A browser. Not for the session: Playwright's event loop would be in other tests' way."""
+    """A browser. Not session-wide: Playwright's event loop would interfere with other tests."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("NO CHROMIUM: the live page is not tested (install it, or set CHROMIUM)")
@@ -45,13 +45,14 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def window(chromium: Any) -> Any:
-    """Of all pages that ask for nothing special: a window costs more than what is shown in it."""
+    """The window of all pages without special needs: opening a window costs more than its
+    contents."""
     return chromium.new_context(viewport={"width": 1440, "height": 900})
 
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[PageServer]:
-    """A minute of traffic behind it, and more coming."""
+    """A gateway with a minute of traffic in its history, and more arriving."""
     gateway = SyntheticGateway()
     gateway.add_usual_engines()
     gateway.live_through(60, 5)
@@ -79,7 +80,7 @@ def serve() -> Iterator[Callable[..., PageServer]]:
 
 @pytest.fixture
 def open_page(chromium: Any, window: Any) -> Iterator[Callable[..., Any]]:
-    """Open a URL; at the end, no page may have said an error or asked anybody else for anything."""
+    """Open a URL; at the end, no page may have logged an error or contacted another server."""
     pages, complaints = [], []
 
     def open_it(url: str, *, may_lose_server: bool = False, **options: Any) -> Any:

@@ -1,7 +1,7 @@
-"""A gateway's page over invented traffic: real window, roster, feed and routes, no engines.
+"""A gateway's page over synthetic traffic: real window, roster, feed and routes, no engines.
 
-Minutes of history exist at once, since the traffic is counted on a clock of its own.
-`python tests/browser/synthetic.py PORT` serves it, for those who work on the page.
+Minutes of history exist at once, since the traffic is counted on its own clock.
+`python tests/browser/synthetic.py PORT` serves it, for work on the page.
 """
 
 from __future__ import annotations

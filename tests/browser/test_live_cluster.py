@@ -1,4 +1,4 @@
-"""The live page of a real deployment under load, whose gateway is killed and comes back."""
+"""The live page of a real deployment under load, whose gateway is killed and restarts."""
 
 from __future__ import annotations
 

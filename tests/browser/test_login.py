@@ -1,4 +1,4 @@
-"""The dashboard's login in a real browser, which alone knows what headers it sends with a form."""
+"""The dashboard's login in a real browser, since only browsers set the headers of a form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live page in a real browser, over invented traffic."""
+"""The live page in a real browser, over synthetic traffic."""
 
 from __future__ import annotations
 

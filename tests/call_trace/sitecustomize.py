@@ -1,9 +1,10 @@
-"""Imported by every Python process whose PYTHONPATH has this folder, and by forks of preloaded/:
-which functions of Baton run?
+"""Records which functions of Baton run. Imported by every Python process whose PYTHONPATH has this
+folder, and by forks of preloaded/.
 
-With BATON_CALL_TRACE=FOLDER, functions are noted twice: from when FOLDER/idle is there until
-FOLDER/start is, while no request runs, and from then until FOLDER/stop is. Then FOLDER/<pid>.json
-has, for both, the files and the functions of each, and the process's command line.
+With BATON_CALL_TRACE=FOLDER, functions are recorded twice: from when FOLDER/idle exists until
+FOLDER/start does, while no request runs, and from then until FOLDER/stop exists. Then
+FOLDER/<pid>.json has, for both, the files and the functions of each, and the process's command
+line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reference continuations by transformers; near-ties of the top two logits are shown."""
+"""Reference continuations by transformers; near-ties of the top two logits are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an end-to-end test of tokens looks at."""
+"""The system under test of an end-to-end test of tokens."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""OpenAI's own client against a real deployment: the texts and scores are those of one process.
+"""OpenAI's own client against a real deployment: texts and scores equal those of one process.
 
-Each feature goes over HTTP through a hand-off, and through a LocalEngine and the same tokenizer.
+Each feature is tested over HTTP with a hand-off, and with a LocalEngine and the same tokenizer.
 """
 
 from __future__ import annotations

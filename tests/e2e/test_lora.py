@@ -1,4 +1,4 @@
-"""LoRA adapters through a deployment: the tokens of merged weights behind a hand-off, over HTTP."""
+"""LoRA adapters through a deployment: after a hand-off, over HTTP, the tokens of merged weights."""
 
 from __future__ import annotations
 

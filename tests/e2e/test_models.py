@@ -1,4 +1,4 @@
-"""Every architecture through a hand-off: the tokens are those of transformers' `generate`."""
+"""Every architecture through a hand-off: tokens equal those of transformers' `generate`."""
 
 from __future__ import annotations
 

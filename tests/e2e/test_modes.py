@@ -1,4 +1,4 @@
-"""Requests that one engine computes whole, beside others that are handed off: the same tokens."""
+"""Requests that one engine computes whole, and others that are handed off: the same tokens."""
 
 from __future__ import annotations
 

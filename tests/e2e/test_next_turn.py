@@ -1,4 +1,4 @@
-"""A chat's next turn: the last answer's KV comes back from the engine that decoded it."""
+"""A chat's next turn: the last output's KV is fetched from the engine that decoded it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same requests by a deployment and by LLM: equal tokens, texts and scores."""
+"""The same requests on a deployment and on LLM: equal tokens, texts and scores."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One gRPC request on one host, function by function: how many files does it pass?
+"""One gRPC request on one host, function by function: how many files does it pass through?
 
-docs/one_request.md names them in order. Traced are the client, the gateway and both engines, from a
-moment before the request is sent until its last token has come; generated code does not count. What
-runs beside it, such as heartbeats, is what runs as well while nothing is asked for.
+docs/one_request.md names them in order. The client, the gateway and both engines are traced, from a
+moment before the request is sent until its last token arrives; generated code does not count.
+Functions that also run while idle, such as heartbeats, are left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Would the token tests notice one bad block? Each block of a hand-off is spoilt in turn."""
+"""Do the token tests detect one bad block? Each block of a hand-off is corrupted in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured output through a real deployment, by OpenAI's client and by gRPC."""
+"""Structured output through a real deployment, with OpenAI's client and with gRPC."""
 
 from __future__ import annotations
 

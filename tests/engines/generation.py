@@ -1,4 +1,4 @@
-"""Requests that one engine runs to their ends."""
+"""Runs requests on one engine to their ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the references to an engine's blocks are those of their owners, each as often."""
+"""Checks that the reference counts of an engine's blocks equal the references of their owners."""
 
 from __future__ import annotations
 

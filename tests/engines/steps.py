@@ -1,4 +1,4 @@
-"""Steps of a runner alone, and what is said of them."""
+"""Steps of a runner without an engine, and checks of their results."""
 
 from __future__ import annotations
 

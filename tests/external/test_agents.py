@@ -1,7 +1,7 @@
-"""Coding agents against a gateway whose nodes write what the test has them write.
+"""Coding agents against a gateway whose nodes output text given by the test.
 
-Each is asked for what a file has in it: the model calls its tool for files, and answers with the
-tool's result. docs/clients.md says how to install them.
+Each agent is asked about the contents of a file: the model calls its file tool, and answers with
+the tool's result. docs/clients.md says how to install them.
 """
 
 from __future__ import annotations

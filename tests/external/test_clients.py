@@ -1,6 +1,6 @@
-"""Other people's clients against a deployment; each where its program is on the PATH.
+"""Third-party clients against a deployment; each runs if its program is on the PATH.
 
-docs/clients.md says how to install them, and what they said.
+docs/clients.md says how to install them, and lists their results.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""smg in front of a gateway over gRPC: to it we are one vLLM engine.
+"""smg in front of a gateway over gRPC, which it sees as one vLLM engine.
 
-smg-grpc-proto wants a protobuf that the tools of this project's development do not, so the gateway
-runs on the interpreter beside smg; Redis and the nodes are those of a deployment as ever. What smg
-answers is compared with what the deployment's own HTTP says.
+smg-grpc-proto needs a protobuf version that this project's development tools do not support, so the
+gateway runs on smg's interpreter; Redis and the nodes are those of a normal deployment. smg's
+responses are compared with those of the deployment's own HTTP front.
 """
 
 from __future__ import annotations

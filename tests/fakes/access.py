@@ -1,4 +1,4 @@
-"""How a test reaches pools: as the one puller of a source that drew `ENGINE_KEY`."""
+"""Access of tests to pools: as the one puller of a source whose key is `ENGINE_KEY`."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def access(
     engine_key: bytes = ENGINE_KEY,
     host: str = "127.0.0.1",
 ) -> RemotePool:
-    """What a source's Hello to the puller gives, and where the puller dialled."""
+    """The access that the puller gets from a source's Hello and from the address it dialled."""
     return RemotePool(name, host, port, pair_key(engine_key, PULLER), is_elsewhere, PULLER)

@@ -1,4 +1,4 @@
-"""Random LoRA adapters as PEFT writes them, and checkpoints with them merged: the oracle."""
+"""Random LoRA adapters in PEFT's format, and checkpoints with merged adapters as the oracle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_adapter(
     change: Callable[[dict[str, Tensor]], None] = lambda tensors: None,
     **fields: Any,
 ) -> Path:
-    """A random adapter of the checkpoint `base`; `change` and `fields`: what is wrong with it."""
+    """Write a random adapter for the checkpoint `base`; `change` and `fields` introduce errors."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, weight in load_file(base / "model.safetensors").items():
@@ -59,7 +59,7 @@ def write_adapter(
 
 
 def merge(folder: Path, base: Path, adapter: Path) -> Path:
-    """The checkpoint `base` with the adapter in its weights."""
+    """Write the checkpoint `base` with the adapter merged into its weights."""
     shutil.copytree(base, folder)
     config = json.loads((adapter / "adapter_config.json").read_text())
     root = math.sqrt(config["r"]) if config["use_rslora"] else config["r"]

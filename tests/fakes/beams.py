@@ -1,6 +1,6 @@
-"""Beam search by definition, over the whole vocabulary: what engines and beam_group.py must find.
+"""Beam search by definition, over the whole vocabulary: the oracle for engines and beam_group.py.
 
-Written after transformers' GroupBeamSearch of 4.40, which is gone, and its present beam search.
+Follows GroupBeamSearch of transformers 4.40 and the beam search of later versions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def search(
     num_groups: int = 1,
     diversity_penalty: float = 0.0,
 ) -> Found:
-    """All hypotheses that are kept, best first."""
+    """The returned hypotheses, best first."""
     size = width // num_groups
     live: list[Found] = [[(0.0, ())] for _ in range(num_groups)]
     done: list[Found] = [[] for _ in range(num_groups)]
@@ -62,7 +62,7 @@ def best_of_all(
     stop_ids: frozenset[int],
     length_penalty: float,
 ) -> Found:
-    """Every sequence there can be, best first."""
+    """All possible sequences, best first."""
     found = {}
     for tokens in product(range(vocab_size), repeat=max_tokens):
         ends = [i for i, token in enumerate(tokens) if token in stop_ids]

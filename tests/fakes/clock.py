@@ -1,10 +1,11 @@
-"""Time and chance under a test's control: fakes of core/ports.py."""
+"""Time and entropy under a test's control: fakes of core/ports.py."""
 
 from __future__ import annotations
 
 
 class FakeClock:
-    """Stands still until it is told to advance. Wall time starts at 2000-01-01 and keeps step."""
+    """A clock that stands still until it is advanced. Wall time starts at 2000-01-01 and keeps
+    step."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -21,7 +22,7 @@ class FakeClock:
 
 
 class TickingClock(FakeClock):
-    """Goes on by a millisecond each time it is read."""
+    """A clock that advances by a millisecond at each reading."""
 
     def monotonic_s(self) -> float:
         self.advance(0.001)
@@ -29,7 +30,7 @@ class TickingClock(FakeClock):
 
 
 class FakeEntropy:
-    """Counts where the real one draws. `node` keeps the identifiers of several fakes apart."""
+    """Counts instead of drawing. `node` separates the identifiers of several fakes."""
 
     def __init__(self, node: int = 0) -> None:
         self._node = node

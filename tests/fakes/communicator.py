@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the fake of `engine.model.communicator.Communicator`."""
+"""Ranks as threads of one process: a fake of `engine.model.communicator.Communicator`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.engine.model.stages import Stages
 
 
 class ThreadGroup:
-    """What the ranks of one engine share."""
+    """The shared state of the ranks of one engine."""
 
     def __init__(self, size: int, timeout_s: float = 20.0) -> None:
         self.size = size
@@ -24,7 +24,7 @@ class ThreadGroup:
         return [ThreadCommunicator(self, rank) for rank in range(self.size)]
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
-        """Everybody's x. A rank that is missing breaks the barrier for all."""
+        """The x of every rank. A missing rank breaks the barrier for all."""
         self._given[rank] = x.clone()
         self._meet()
         parts = [part for part in self._given if part is not None]
@@ -43,7 +43,7 @@ class ThreadGroup:
 
 
 class ThreadCommunicator(Communicator):
-    """One rank's end."""
+    """The communicator of one rank."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank, self.size = rank, group.size
@@ -71,7 +71,7 @@ class ThreadCommunicator(Communicator):
 
 
 class ThreadStages(Stages):
-    """A stage's place in a pipeline of threads; `links` as `stage_links` makes them."""
+    """A stage of a pipeline of threads; `links` as from `stage_links`."""
 
     def __init__(self, stage: int, links: list[queue.SimpleQueue[Tensor]]) -> None:
         self.stage, self.num_stages = stage, len(links) + 1
@@ -85,5 +85,5 @@ class ThreadStages(Stages):
 
 
 def stage_links(num_stages: int) -> list[queue.SimpleQueue[Tensor]]:
-    """Between neighbours."""
+    """The queues between neighbouring stages."""
     return [queue.SimpleQueue() for _ in range(num_stages - 1)]

@@ -1,4 +1,4 @@
-"""A directory in memory: fake of core.ports.Directory."""
+"""A directory in memory: a fake of core.ports.Directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.core.membership import Member
 
 
 class FakeDirectory:
-    """Entries stay until withdrawn: time to live is not played."""
+    """Entries stay until withdrawn: the time to live is not simulated."""
 
     is_away = False
 

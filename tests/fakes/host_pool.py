@@ -1,4 +1,4 @@
-"""A KV pool in shared host memory without tensors: what `shm` needs of one, and quick to start."""
+"""A KV pool in shared host memory without tensors: as much as `shm` needs, and quick to create."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HostPool:
         return self.view[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
 
     def close(self) -> None:
-        """Raises BufferError if somebody still refers to the memory."""
+        """Raises BufferError if there are still references to the memory."""
         self.view.release()
         self._memory.close()
         os.close(self.fd)

@@ -1,4 +1,4 @@
-"""The index's broker in memory: both sides of the prefix index, with faults on order."""
+"""The prefix index's broker in memory: both sides of the index, with faults on demand."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class FakeIndexLink:
     """`published` keeps every message; `is_away` makes every command fail, `is_full` those that
     write keys; keys can be wiped.
 
-    `keys`: an engine's contents under (incarnation, None), its pages by index. `num_reads`: of
-    contents.
+    `keys`: an engine's contents under (incarnation, None), its pages by index. `num_reads`: reads
+    of contents.
     """
 
     def __init__(self) -> None:

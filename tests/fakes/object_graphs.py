@@ -1,7 +1,7 @@
 """Graphs of plain Python objects as states of a search: their value, and copies of them.
 
-`frozen` and `forked` do what hashing and copy.deepcopy do, ten times faster: values that cannot
-change (frozen dataclasses and structs, named tuples, errors, ...) are shared, not copied.
+`frozen` and `forked` replace hashing and copy.deepcopy, ten times faster: immutable values (frozen
+dataclasses and structs, named tuples, errors, ...) are shared, not copied.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def frozen(value: Any, above: tuple[int, ...] = ()) -> Hashable:
-    """What an object is made of, as a hashable value: objects with equal values behave alike.
+    """The value of an object, as a hashable: objects with equal values behave alike.
 
-    Dicts keep their order, which FIFOs depend on. Clocks and callables are left out: the one is
-    part of the state that a search keeps itself, the others do not change. `above` holds the ids
-    on the way here: an object that refers back to one it is part of ends the walk.
+    Dicts keep their order, which FIFOs depend on. Clocks and callables are left out: clocks are
+    part of the state that a search keeps itself, callables do not change. `above` holds the ids on
+    the path here: an object that refers back to one that contains it ends the walk.
     """
     kind = type(value)
     if kind in _PLAIN or isinstance(value, enum.Enum):
         return value
     if kind is list or kind is tuple or kind is deque:
         return tuple([frozen(each, above) for each in value])
-    if isinstance(value, tuple):  # with names
+    if isinstance(value, tuple):  # named tuples
         return (kind.__name__, *[frozen(each, above) for each in value])
     if kind is dict or kind is OrderedDict:
         return tuple([(frozen(k, above), frozen(v, above)) for k, v in value.items()])
@@ -46,13 +46,13 @@ def frozen(value: Any, above: tuple[int, ...] = ()) -> Hashable:
     if kind is FakeClock or callable(value) or id(value) in above:
         return None
     if isinstance(value, BaseException):
-        return "error"  # nobody decides by what an error says
+        return "error"  # error contents do not affect behaviour
     above = (*above, id(value))
     return (kind.__name__, *[frozen(getattr(value, name), above) for name in _fields(value)])
 
 
 def forked(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """A copy that shares nothing that can change."""
+    """A copy that shares no mutable object."""
     memo = {} if memo is None else memo
     kind = type(value)
     if kind in _PLAIN or id(value) in memo:

@@ -1,4 +1,4 @@
-"""A server of OpenAI's API that plays a part: what `baton bench` meets in the world."""
+"""A scripted server of OpenAI's API, with the behaviour that `baton bench` may meet in practice."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from aiohttp import web
 class PlayedServer:
     """`usage`: in every event (each), in the last (last) or not at all (none).
 
-    `piece`: tokens an event; `refuses`: words of fields, for which it answers 400; `breaks_after`:
-    requests that it serves before it answers 500; `hangs_after`, before it answers no more, or with
-    a first token alone (`hangs_late`); `token_s`: seconds before each event; `odd`: an
-    event that begins each answer behind the first one.
+    `piece`: tokens per event; `refuses`: field names that get a 400; `breaks_after`: number of
+    requests served before it responds with 500; `hangs_after`: before it stops responding, or sends
+    only a first token (`hangs_late`); `token_s`: seconds before each event; `odd`: an event that
+    begins each response after the first one.
     """
 
     models: tuple[str, ...] = ("played",)
@@ -90,7 +90,7 @@ def _error(status: int, message: str) -> web.Response:
 
 @asynccontextmanager
 async def played(server: PlayedServer) -> AsyncIterator[str]:
-    """Its URL, while it runs on this loop."""
+    """Yields its URL while it runs on this loop."""
     app = web.Application()
     app.router.add_get("/v1/models", server.list)
     app.router.add_post("/v1/completions", server.generate)

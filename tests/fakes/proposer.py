@@ -1,4 +1,4 @@
-"""A proposer that knows the fake runner's tokens, and errs as often as it is to."""
+"""A proposer that knows the fake runner's tokens and is wrong at a given rate."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 from baton.engine.speculation.proposer import Context
 
-Oracle = Callable[[Context], Sequence[int]]  # the next tokens, `max_drafts` or more
+Oracle = Callable[[Context], Sequence[int]]  # the next tokens, at least `max_drafts`
 
 
 class FakeProposer:
-    """Of each context between none and all drafts, each right with probability `rate`."""
+    """Proposes between none and all drafts per context, each right with probability `rate`."""
 
     takes_steps = False
 

@@ -1,8 +1,8 @@
-"""A model without a model: its next token is a hash of the whole history, read back from its KV.
+"""A runner without a model: the next token is a hash of the whole history, read back from its KV.
 
-A slot of its KV is 16 bytes, (token id, chain), where chain = mix(chain of the position before,
-token id). Every step reads the history back through the block table, so a block that is mixed up,
-missing, stale or overwritten is found at once, and any wrong position changes the tokens.
+A KV slot is 16 bytes, (token id, chain), where chain = mix(chain of the position before, token id).
+Every step reads the history back through the block table, so a block that is mixed up, missing,
+stale or overwritten is found at once, and any wrong position changes the tokens.
 `expected_tokens` computes the same continuation without blocks.
 """
 
@@ -35,7 +35,7 @@ def _sample(chain: int, key: int, params: SamplingParams, vocab_size: int) -> in
 
 
 def next_logprobs(tokens: Sequence[int], vocab_size: int) -> list[float]:
-    """Of every token behind these, as beams are told them."""
+    """The log-probability of every token after these, as for beam search."""
     chain = 0
     for token_id in tokens:
         chain = _extend_chain(chain, token_id)
@@ -56,7 +56,7 @@ def expected_tokens(
     vocab_size: int = 1000,
     sample_index: int = 0,
 ) -> list[int]:
-    """The first `n` tokens behind `prompt`; where they end is the engine's business."""
+    """The first `n` tokens after `prompt`; the engine decides where they end."""
     chain = 0
     for token_id in prompt:
         chain = _extend_chain(chain, token_id)
@@ -81,7 +81,7 @@ class FakeStep:
         self.number = runner.num_launched if runner.on_completed is not None else 0
 
     def has_completed(self) -> bool:
-        """Not at the first looks: a host has something to do while it waits."""
+        """Not at the first polls: a host has other work while it waits."""
         self._num_looks += 1
         return self._num_looks > self._runner.num_looks
 
@@ -89,7 +89,7 @@ class FakeStep:
         return self._runner._execute(self)
 
     def prompt_logprobs(self) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """Of each target its own id and position, so that a shift or a gap shows."""
+        """For each target its own id and position, so that a shift or a gap is detected."""
         return {
             index: tuple(
                 TokenLogprobs(-float(token_id), ((one.start + 1 + place, 0.0),))
@@ -101,14 +101,13 @@ class FakeStep:
 
 
 class FakeRunner:
-    """A `Runner`. Its KV lies in `memory` (writable, num_blocks * block_bytes), if one is given.
+    """A `Runner`. Its KV is in `memory` (writable, num_blocks * block_bytes), if given.
 
-    `on_completed` is told the number of each step that was computed: then steps are counted.
-    `on_execute` is called with each batch before it is computed, as if the step were in flight.
-    With `runs_ahead` a step is computed as late as can be: when it is collected. With several
-    stages as many may be in flight, and one more, and none of them follows another. `batch_sizes`
-    holds the number of tokens of every slice of every step, `most_in_flight` how many steps there
-    were.
+    `on_completed` gets the number of each computed step: then steps are counted. `on_execute` is
+    called with each batch before it is computed, as if the step were in flight. With `runs_ahead` a
+    step is computed as late as possible: when it is collected. With several stages as many steps
+    may be in flight, and one more, and no step follows another. `batch_sizes` holds the number of
+    tokens of every slice of every step, `most_in_flight` the largest number of steps in flight.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class FakeRunner:
         self.batch_sizes: list[list[int]] = []
         self.on_execute = on_execute
         self.runs_ahead = runs_ahead or num_stages > 1
-        self.num_looks = num_looks  # at a step in flight before it is seen to have completed
+        self.num_looks = num_looks  # polls of a step in flight before it completes
         self._in_flight: list[FakeStep] = []
         self._last_results: list[SampledToken | None] = []
         self._block_size = block_size
@@ -168,7 +167,7 @@ class FakeRunner:
         return self._last_results
 
     def _with_token(self, one: SequenceSlice) -> SequenceSlice:
-        """Put in the token of the step before, where it was not known to the host."""
+        """Insert the token of the previous step, if the host did not know it at the launch."""
         if one.follows is None:
             return one
         sampled = self._last_results[one.follows]
@@ -187,7 +186,7 @@ class FakeRunner:
         self._block(block_id)[:] = content
 
     def block_tokens(self, block_id: int) -> list[int]:
-        """The token ids whose KV lies in the block."""
+        """The token ids whose KV is in the block."""
         return [token_id for token_id, _chain in _SLOT.iter_unpack(self._block(block_id))]
 
     def _write(self, one: SequenceSlice) -> None:
@@ -236,7 +235,7 @@ class FakeRunner:
         return draw(spec.key)._replace(forks=forks, candidates=candidates)
 
     def _history(self, one: SequenceSlice, end: int) -> Iterator[tuple[int, int]]:
-        """What `_read` gives of the positions before `end`, a block at a time."""
+        """The slots read by `_read` for the positions before `end`, a block at a time."""
         for first in range(0, end, self._block_size):
             num_slots = min(self._block_size, end - first)
             at = self._offset(one, first)

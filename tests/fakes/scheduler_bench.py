@@ -1,4 +1,4 @@
-"""A scheduler with its pool and no runner: steps are planned, and taken for computed."""
+"""A scheduler with its pool and no runner: steps are planned, and treated as computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK_SIZE = 4
 
 
 class Guess(OutputLengthEstimator):
-    """Always guesses the same, to be wrong on purpose."""
+    """Always returns the same estimate, to be wrong on purpose."""
 
     def __init__(self, num_left: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Guess(OutputLengthEstimator):
 
 @dataclass
 class Bench:
-    """A scheduler of `capacity` blocks of 4 tokens, and a model that always says 9."""
+    """A scheduler of `capacity` blocks of 4 tokens, and a model that always outputs 9."""
 
     capacity: int = 100
     budget: int = 16
@@ -44,7 +44,7 @@ class Bench:
     guess: int = 1
     chunk: int = 0
     graph_rows: tuple[int, ...] = ()
-    graph_prompt_tokens: int = 0  # 0: as the largest graph has rows
+    graph_prompt_tokens: int = 0  # 0: as many as the rows of the largest graph
     sequences: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Bench:
     def new(
         self, num_tokens: int, *, is_held: bool = False, first_id: int = 0, caller_id: int = 0
     ) -> Sequence:
-        """Sequences are named a, b, c...; `first_id` sets their token ids apart."""
+        """Add a sequence, named a, b, c...; `first_id` separates the token ids of sequences."""
         name = "abcdefghij"[len(self.sequences)]
         tokens = tuple(range(first_id, first_id + num_tokens))
         sampling = SamplingParams(max_tokens=500)
@@ -81,7 +81,7 @@ class Bench:
         return sequence
 
     def step(self) -> dict[str, int]:
-        """Schedule and "compute"; the scheduled tokens by name."""
+        """Schedule and "compute"; returns the scheduled tokens by name."""
         schedule = self.scheduler.schedule()
         self.failed = schedule.failed
         planned = [*((one, 1) for one in schedule.clear), *schedule.others]

@@ -1,4 +1,4 @@
-"""A device that computes nothing and takes its time, and the clock that it moves."""
+"""A device that computes nothing but takes time, and the clock that it advances."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TimedStep:
 
 @dataclass
 class TimedDevice(ABC):
-    """A Runner and a `Clock`, of which a test says how long steps take."""
+    """A Runner and a `Clock`; a test defines how long steps take."""
 
     runs_ahead: bool = True
     now_s: float = 0.0
@@ -41,10 +41,10 @@ class TimedDevice(ABC):
 
     @abstractmethod
     def cost_s(self, batch: Sequence[SequenceSlice]) -> float:
-        """On the device."""
+        """Seconds of the step on the device."""
 
     def launch_s(self, batch: Sequence[SequenceSlice]) -> float:
-        """Of the host, while which the device begins."""
+        """Seconds of the launch on the host; the device starts meanwhile."""
         return 0.0
 
     def launch(self, batch: Sequence[SequenceSlice]) -> TimedStep:
@@ -55,8 +55,8 @@ class TimedDevice(ABC):
         return TimedStep(self, batch, self.free_s, self.free_s - begin_s)
 
     def next_look_s(self, look_s: float) -> float:
-        """When a host looks again that does so every `look_s`, or when a step ends; now, if none
-        is on the device."""
+        """The next time at which a host that polls every `look_s` polls, or at which a step ends;
+        now, if no step is on the device."""
         ends_s = [end_s for end_s in self.ends_s if end_s > self.now_s]
         return min([*ends_s, self.now_s + look_s] if ends_s else [self.now_s])
 

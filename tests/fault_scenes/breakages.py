@@ -1,7 +1,7 @@
-"""The faults of processes: each a small function that starts requests and breaks something.
+"""Process faults: each a small function that starts requests and breaks something.
 
-A fault asserts only what is its own: how fast it was told, or freed. What becomes of the streams is
-the scene's to check.
+A fault asserts only its own conditions: how fast it was reported, or resources were freed. The
+scene checks the streams.
 """
 
 from __future__ import annotations

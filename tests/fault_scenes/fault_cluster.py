@@ -1,4 +1,4 @@
-"""Redis, gateways and nodes as processes with names, to be killed, stopped and started again.
+"""Redis, gateways and nodes as named processes, to be killed, stopped and restarted.
 
 Knows processes and their flags, and nothing of requests.
 """

@@ -1,9 +1,9 @@
-"""What a sweep breaks: cards that name a role, a moment of a request, and what happens then.
+"""The faults of a sweep: cards that name a role, a moment of a request, and the fault.
 
     prefill   kill at each chunk; pause; hang
     decode    kill at each token; pause; hang
 
-A deck is shuffled, dealt to its end and shuffled again, so that no moment is left out.
+A deck is shuffled, dealt to its end and shuffled again, so that every moment is covered.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""One fault on a real cluster: the streams that meet it, and what must hold once it has healed.
+"""One fault on a real cluster: the streams affected, and the conditions after recovery.
 
     Stream     one request as its client sees it
-    Reference  what one process alone gives
+    Reference  the output of one process alone
     Scene      finds the node to break by its ledger, breaks it, then checks O1 to O5:
                  O1 every stream ends                       O4 no process, socket, descriptor left
                  O2 its tokens are the reference's, whole   O5 or the error that was expected
-                 O3 every ledger is idle and adds up
+                 O3 every ledger is idle and balanced
 
 A phase of a request is observed from outside, by a node's ledger or by the client's stream, and
 held where needed by stopping a process: the product has no switch for tests.

@@ -1,6 +1,8 @@
-"""Processes in clusters of their own, shown to each other: each may see another where it wants.
+"""Processes in separate clusters that are announced to each other: each may see another at a
+different address.
 
-Who is shown as of another host is dialled by TCP, at the address that is shown; all run here.
+A process announced as being on another host is dialled by TCP, at the announced address; all run
+here.
 """
 
 from __future__ import annotations

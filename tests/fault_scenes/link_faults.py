@@ -1,7 +1,7 @@
-"""The faults of messages: what is said on real channels comes twice, out of order, or never.
+"""Message faults: messages on real channels are duplicated, reordered or lost.
 
-gateway-9, "front" ═╦════ Tangle ═► decode-9, "far"     engines make their tangles' addresses known,
-                    ╠════ Tangle ═► prefill-9, "near"   and are shown as of other hosts
+gateway-9, "front" ═╦════ Tangle ═► decode-9, "far"     engines announce their tangles' addresses
+                    ╠════ Tangle ═► prefill-9, "near"   and are announced as on other hosts
 decode-9 ═══════════╝
 """
 

@@ -1,4 +1,4 @@
-"""The faults of memory: pools that are too small, and an index that speaks of what is gone.
+"""Memory faults: pools that are too small, and an index with entries of evicted blocks.
 
 Each is a small function on a scene, as in fault_scenes/breakages.py.
 """

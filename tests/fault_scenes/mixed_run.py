@@ -1,8 +1,8 @@
 """Many requests of all kinds on a real cluster, some cancelled, while its nodes are killed.
 
-Every stream that ends well is compared with one process of the same model; a token that differs
-must be a near-tie of the reference's two best, and is counted. Afterwards all ledgers balance and
-`baton fsck` finds nothing.
+Every stream that ends without an error is compared with one process of the same model; a token that
+differs must be a near-tie of the reference's top two, and is counted. Afterwards all ledgers
+balance and `baton fsck` finds nothing.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The faults of the network between a source and its pullers: bytes vanish, connections are reset.
+"""Network faults between a source and its pullers: bytes vanish, connections are reset.
 
 prefill-9, "near" ══ Tangle ══ WireProxy ══► decode-9, "far"        the pair that breaks
        ║      ╚════════ unix socket ════════► decode-8, "beside"    a pair that is fine
        ╚═ data port ══════════ WireProxy ══► decode-9               "front": gateway-9 reaches all
 
-Blocks travel by `--kv-transport tcp`. decode-9 sees the source as on another host, at another
-address of this one, at which proxies listen: one on each of the source's own data ports.
+Blocks are transferred by `--kv-transport tcp`. decode-9 sees the source as on another host, at
+another address of this one, where proxies listen: one for each of the source's data ports.
 """
 
 from __future__ import annotations

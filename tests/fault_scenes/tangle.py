@@ -1,11 +1,11 @@
-"""A proxy between two processes that doubles, holds back and loses the frames that pass it.
+"""A proxy between two processes that duplicates, delays and drops frames.
 
     gateway ══ TCP ══► Tangle ══► engine
     puller  ══ TCP ══► Tangle ══► source
 
-TCP itself neither doubles nor shuffles, so what it does is what a bug in a channel would do. It
-knows how a channel begins, and of all messages one, the source's Hello: `on_data_port` gets the
-data port in it.
+TCP itself neither duplicates nor reorders, so these are faults that a bug in a channel would cause.
+It knows how a channel begins and a single message, the source's Hello: `on_data_port` gets the data
+port in it.
 """
 
 from __future__ import annotations

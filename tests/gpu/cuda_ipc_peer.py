@@ -1,9 +1,9 @@
-"""The other process of test_cuda_ipc.py: exports a pool on a GPU and rewrites blocks as told.
+"""The other process of test_cuda_ipc.py: exports a pool on a GPU and rewrites blocks on demand.
 
 INCARNATION DEVICE FD [ALLOCATED]     FD maps, for each block, the generation whose content is
-complete; with ALLOCATED, so many blocks are taken and still NUM_BLOCKS announced
+complete; with ALLOCATED, only that many blocks exist, but NUM_BLOCKS are announced
 
-Then it reads lines: `rewrite BLOCK`, answered by a line; `churn`, which goes on until it is killed.
+Then it reads lines: `rewrite BLOCK`, acknowledged by a line; `churn`, which runs until killed.
 """
 
 from __future__ import annotations

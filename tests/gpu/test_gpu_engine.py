@@ -1,4 +1,6 @@
-"""The engine on a GPU: tokens are transformers', runs repeat, failures have a way out."""
+"""The engine on a GPU: tokens equal those of transformers, runs are reproducible, failures are
+handled.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A cluster on two GPUs, broken: kill -9, stand-still, small pools, a long mix; and put together in
-other ways: by other transports, with sides of unequal size.
+"""A cluster on two GPUs with faults: kill -9, standstill, small pools, a long mix; also with other
+transports and with sides of unequal size.
 
 The first GPU prefills, the second decodes, in float32, so that one process on a GPU is the
-reference. The cluster keeps its ports: a node that is killed comes back where it was.
+reference. The cluster keeps its ports: a killed node restarts at the same address.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A whole deployment over two GPUs: the tokens are those of a single process on one GPU."""
+"""A whole deployment over two GPUs: tokens equal those of a single process on one GPU."""
 
 from __future__ import annotations
 

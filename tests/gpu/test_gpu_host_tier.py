@@ -1,4 +1,4 @@
-"""Pinned host memory behind a GPU's pool: copies go where they belong, tokens are the same."""
+"""Pinned host memory behind a GPU's pool: copies go to the right blocks, tokens are the same."""
 
 from __future__ import annotations
 

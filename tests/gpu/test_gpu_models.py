@@ -1,4 +1,6 @@
-"""Every architecture and RoPE on a GPU: logits and greedy tokens are transformers' in float32."""
+"""Every architecture and RoPE type on a GPU: logits and greedy tokens equal transformers' in
+float32.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLM on a GPU, whose engine runs ahead: tokens, stop strings, and nothing held afterwards."""
+"""LLM on a GPU, whose engine runs ahead: tokens, stop strings, and no leaks afterwards."""
 
 from __future__ import annotations
 

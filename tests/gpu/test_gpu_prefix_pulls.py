@@ -1,4 +1,4 @@
-"""A chat's next turn over two GPUs: the last answer's KV comes back from its decode engine."""
+"""A chat's next turn over two GPUs: the last output's KV is fetched from its decode engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a request may ask for, on a GPU: the CPU engine, proven elsewhere, gives the same."""
+"""Sampling parameters on a GPU: the results equal those of the CPU engine, which is tested
+elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`nccl`, and `tcp` between GPUs, between real processes; and pieces of blocks by every way.
+"""`nccl`, and `tcp` between GPUs, between real processes; and pieces of blocks over every
+transport.
 
 Needs two GPUs for `nccl`: it does not connect a GPU to itself.
 """

@@ -1,4 +1,4 @@
-"""Engines over several GPUs: sums over peer memory, the tokens of one GPU, a rank that dies."""
+"""Engines over several GPUs: all-reduces over peer memory, the tokens of one GPU, a dead rank."""
 
 from __future__ import annotations
 

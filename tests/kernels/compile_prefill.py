@@ -1,4 +1,4 @@
-"""Compiles the prefill's kernel for Hopper, on any machine: python THIS DIM BLOCK_SIZE."""
+"""Compiles the prefill kernel for Hopper, on any machine: python THIS DIM BLOCK_SIZE."""
 
 from __future__ import annotations
 

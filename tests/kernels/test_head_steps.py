@@ -1,5 +1,6 @@
-"""A draft head by a GPU's steps, without a GPU: whole engines over interpreted kernels. What is
-played: events, and graphs, which run their step again at each replay."""
+"""A draft head by a GPU's steps, without a GPU: whole engines over interpreted kernels. Simulated
+are events, and graphs, which run their step again at each replay.
+"""
 
 from __future__ import annotations
 

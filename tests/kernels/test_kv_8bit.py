@@ -1,4 +1,4 @@
-"""KV in 8 bits: what is stored, what attention makes of it, and that no key is lost among many."""
+"""KV in 8 bits: the stored values, attention over them, and that no key is lost among many."""
 
 from __future__ import annotations
 

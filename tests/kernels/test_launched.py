@@ -1,4 +1,4 @@
-"""Launches that are looked up: each compiled kernel gets what it was compiled for."""
+"""Cached launches: each compiled kernel gets the arguments that it was compiled for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LoRA kernels against the reference: interpreted where there is no GPU."""
+"""The LoRA kernels against the reference: interpreted without a GPU."""
 
 from __future__ import annotations
 

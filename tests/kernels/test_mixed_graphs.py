@@ -1,5 +1,6 @@
-"""Decodes beside tokens of prompts as a CUDA graph has them, without a GPU: padded in between, over
-the arrays of graphs. What is played: events, and graphs, which run their step again."""
+"""Decodes and prompt tokens in one CUDA graph, without a GPU: with padding in between, over the
+arrays of graphs. Simulated are events, and graphs, which run their step again.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Sums over ranks through shared memory: processes, each with Triton's interpreter.
+"""All-reduces through shared memory: the ranks are processes with Triton's interpreter.
 
-The ranks are forks of one process, since each would else import torch and Triton anew.
+The ranks are forks of one process, since each would otherwise import torch and Triton anew.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels that pull blocks out of memory known by its address, against plain indexing."""
+"""The kernels that pull blocks from memory at a given address, against plain indexing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A GPU's steps on several ranks, without a GPU: the ranks are threads, Triton is interpreted.
 
-What is played: events, and graphs, which run their step again at each replay.
+Simulated are events, and graphs, which run their step again at each replay.
 """
 
 from __future__ import annotations

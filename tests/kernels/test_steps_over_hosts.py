@@ -1,5 +1,6 @@
-"""A GPU's steps on several hosts, several in flight, without a GPU: what stages receive and send
-lies in front of and behind their graphs, whose memory the next replay overwrites."""
+"""A GPU's steps on several hosts, several in flight, without a GPU: stages receive and send outside
+their graphs, whose memory the next replay overwrites.
+"""
 
 from __future__ import annotations
 

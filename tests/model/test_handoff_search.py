@@ -1,8 +1,9 @@
-"""Every story that one hand-off can have within bounds: none may end badly. See docs/proof.md.
+"""Every sequence of events of one hand-off within bounds: none may violate an invariant. See
+docs/proof.md.
 
-In fakes/handoff, handoff_sides.py asserts what must hold at each step, handoff_moves.py says what
-can happen, handoff_search.py that everything comes to its end. The number of states beside each
-search is the least that it must see: one that became smaller by accident proves less than it says.
+In fakes/handoff, handoff_sides.py asserts the invariants of each step, handoff_moves.py defines the
+possible events, handoff_search.py checks that everything ends. The number of states given with each
+search is a lower bound: a search that became smaller by accident proves less than claimed.
 """
 
 from __future__ import annotations

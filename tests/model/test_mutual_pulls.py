@@ -1,6 +1,7 @@
-"""Two engines that fetch from each other: none waits for ever, and no block is wrong. The pools are
-so small that to make room for the other's prefix may evict what the other one wants, or that
-requests which move both ways at once find no room: then both stay."""
+"""Two engines that fetch from each other: neither waits for ever, and no block is wrong. The pools
+are so small that making room for a prefix may evict the one that the other engine fetches, or that
+requests which move both ways at once find no room: then both stay.
+"""
 
 from __future__ import annotations
 

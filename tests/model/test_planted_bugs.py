@@ -1,7 +1,7 @@
-"""Would the tests notice? Bugs, planted one by one, and the check that catches each.
+"""Would the tests detect a bug? Bugs, planted one by one, and the check that catches each.
 
-A bug is an edit of the production code: in `where`, the text on the left of each pair becomes the
-one on the right. Its check passes without the bug and fails with it.
+A bug is an edit of the production code: in `where`, the text on the left of each pair is replaced
+by the one on the right. Its check passes without the bug and fails with it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What the prefix cache's correctness rests on: that two prefixes never have one hash.
+"""The assumption of the prefix cache: two prefixes never have the same hash.
 
 The cache compares hashes, not tokens. With 128 bits of blake2b two among 2**40 blocks ever computed
-are equal with a probability of 2**-49, so a collision is taken for impossible; what may collide is
-only the hash itself, never what goes into it. With a hash of a few values only, the cache must
-stay in order all the same, and be wrong exactly where an oracle sees two prefixes collide.
+are equal with a probability of 2**-49, so a collision is considered impossible; only the hash
+itself may collide, never its input. With a hash of a few values only, the cache must still stay
+consistent, and be wrong exactly where an oracle sees two prefixes collide.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
                                                       node ── fork ──► server of its own
                                                                        └── clone ──► engine
 
-`start` has it that `subprocess` and asyncio start so what they would start by `python -c` with an
-entry of launch.py, or by `python -m` with an engine's module or `baton run-batch`. All else about
-such a process is as after an exec: it is a child of who asked, with its arguments and environment
-(in /proc too), open files, session, signals and exit code. A process is started by exec as ever if
-its environment differs in what an interpreter or a library reads at its start, and in tests that
-use `real_starts`. What commands start by themselves (`baton up`) is started by exec as well.
+After `start`, `subprocess` and asyncio start in this way what they would start by `python -c` with
+an entry of launch.py, or by `python -m` with an engine's module or `baton run-batch`. Otherwise
+such a process is as after an exec: a child of the process that started it, with its arguments and
+environment (in /proc too), open files, session, signals and exit code. A process is started by exec
+if its environment differs in a variable that an interpreter or a library reads at its start, and in
+tests that use `real_starts`. What commands start (`baton up`) is started by exec as well.
 
 The server has one thread, or forks would not be safe.
 """

@@ -1,12 +1,12 @@
-"""Recorded conversations: requests and answers as bytes of HTTP, and what may differ in answers.
+"""Recorded conversations: requests and responses as bytes of HTTP, and how responses may differ.
 
-A conversation is a JSON file: the client, and its exchanges in order. `writes` is what the model
-wrote; `request` is the bytes that the client sent; `answer` is normalised:
+A conversation is a JSON file: the client, and its exchanges in order. `writes` is the model's
+output; `request` is the bytes that the client sent; `answer` is normalised:
 
     ids       of 24 or 32 hex digits, by the order in which they appear first
     times     created, created_at, Date: digits are 0
-    pieces    deltas in a row that differ in their text alone are one, the text of one with an end
-              too among them; chunks of HTTP are joined
+    pieces    consecutive deltas that differ only in their text are joined, including one with an
+              end; chunks of HTTP are joined
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Records conversations of the official clients, and of clients that send what coding agents do:
+"""Records conversations of the official clients, and of clients with requests of coding agents:
 
     python -m venv /tmp/clients && /tmp/clients/bin/pip install openai anthropic
     PYTHONPATH=tests .venv/bin/python tests/recordings/record.py /tmp/clients/bin/python [NAME ...]
 
-A gateway over nodes that play the model's part, a proxy that keeps the bytes, and each script of
-clients/ in turn. What a script has the model write is its list WRITES. Look at the difference
-before it is committed: requests are what new clients send, answers what the gateway has changed.
+A gateway over nodes that simulate the model, a proxy that records the bytes, and each script of
+clients/ in turn. A script's list WRITES is the model's output. Check the difference before it is
+committed: new requests come from new clients, new responses from changes of the gateway.
 """
 
 from __future__ import annotations

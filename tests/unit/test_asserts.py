@@ -1,4 +1,4 @@
-"""Under `python -O` the product loses its asserts, and the tests must not lose theirs."""
+"""Under `python -O` the product loses its asserts, but the tests must keep theirs."""
 
 from __future__ import annotations
 

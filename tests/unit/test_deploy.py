@@ -1,4 +1,4 @@
-"""What lies in deploy/ speaks of metrics and flags that exist, and parses."""
+"""The files in deploy/ parse, and use only metrics and flags that exist."""
 
 from __future__ import annotations
 

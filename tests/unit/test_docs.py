@@ -1,4 +1,6 @@
-"""The pages made from the code are fresh, and what people wrote still speaks of what is there."""
+"""The pages made from the code are up to date, and pages written by people name only things that
+exist.
+"""
 
 from __future__ import annotations
 

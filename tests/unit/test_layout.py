@@ -1,4 +1,4 @@
-"""The shape of the house: who may import whom, and that the package list is complete."""
+"""The package structure: allowed imports, and a complete list of packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What product code never does: run or unpickle what others wrote, or check input by assert."""
+"""Patterns that product code must not contain: executing or unpickling foreign data, and validating
+input by assert.
+"""
 
 from __future__ import annotations
 

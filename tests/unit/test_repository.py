@@ -1,4 +1,6 @@
-"""What lies around the code, for those who find the repository, is whole and calls what exists."""
+"""The files around the code, for visitors of the repository, are complete and call only what
+exists.
+"""
 
 from __future__ import annotations
 

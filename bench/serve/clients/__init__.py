@@ -1,1 +1,1 @@
-"""Who sends a mix of requests, when and to what, and notes what comes back."""
+"""Load generation: sends a mix of requests to a system and records the results."""

@@ -1,8 +1,8 @@
-"""When requests come and how long they are: fixed before the first is sent, so that a slow system
-is sent no fewer (open loop).
+"""Arrival times and lengths of requests, fixed before the first is sent, so that a slow system gets
+just as many (open loop).
 
-A prompt is told by its length and seeds: pieces with equal seeds have equal tokens, which is how a
-trace says that two prompts share a prefix.
+A prompt is described by its length and seeds: pieces with equal seeds have equal tokens, which is
+how a trace expresses that two prompts share a prefix.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-BACKGROUND = "background"  # the group of its streams
-TRACE_PIECE_TOKENS = 512  # tokens behind one hash id of a Mooncake trace
+BACKGROUND = "background"  # the group of background streams
+TRACE_PIECE_TOKENS = 512  # tokens per hash id of a Mooncake trace
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`seeds[i]` draws tokens [i * piece_tokens, (i + 1) * piece_tokens)."""
+    """`seeds[i]` generates tokens [i * piece_tokens, (i + 1) * piece_tokens)."""
 
     num_tokens: int
     seeds: tuple[int, ...]
@@ -30,11 +30,11 @@ class Prompt:
 
     @classmethod
     def drawn(cls, num_tokens: int, seed: int) -> Prompt:
-        """A prompt that shares nothing with those of other seeds."""
+        """A prompt that shares no prefix with prompts of other seeds."""
         return cls(num_tokens, (seed,), num_tokens)
 
     def token_ids(self, vocab_size: int) -> list[int]:
-        """Its tokens, of [3, vocab_size): special ids are low in most vocabularies."""
+        """Token ids in [3, vocab_size): special ids are low in most vocabularies."""
         pieces = [
             np.random.default_rng(seed).integers(3, vocab_size, self.piece_tokens)
             for seed in self.seeds
@@ -45,7 +45,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request: due `at_s` after the start, one of a `group` that is reported together."""
+    """A request that is due `at_s` after the start; requests of one `group` are reported
+    together."""
 
     at_s: float
     prompt: Prompt
@@ -55,9 +56,9 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """Streams that run all the time: one that ends begins anew with its own prompt.
+    """Streams that run all the time: a stream that ends starts again with its own prompt.
 
-    The first outputs are shortened by different parts, or all would end in one moment.
+    The first outputs are shortened by different amounts, or all streams would end at once.
     """
 
     num_streams: int
@@ -65,7 +66,7 @@ class Background:
     num_output_tokens: int
 
     def prompt(self, stream: int) -> Prompt:
-        """Each stream's own, the same in every run: begun anew, it costs no prefill to speak of."""
+        """The stream's own prompt, the same in every run: a restart costs next to no prefill."""
         return Prompt.drawn(self.num_prompt_tokens, 1_000_000 + stream)
 
     def first_output_tokens(self, stream: int) -> int:
@@ -118,9 +119,9 @@ def _poisson(
 
 
 def from_trace(path: Path, duration_s: float, *, speed: float, max_tokens: int) -> list[Arrival]:
-    """A Mooncake trace's requests, `speed` times as fast; those that are too long are left out.
+    """The requests of a Mooncake trace, `speed` times as fast, without those that are too long.
 
-    A hash id stands for 512 tokens; the trace gives no tokens, so they are drawn from it.
+    A hash id stands for 512 tokens; the trace has no tokens, so the hash id is their seed.
     """
     arrivals: list[Arrival] = []
     read = lzma.open if path.suffix == ".xz" else open
@@ -138,5 +139,5 @@ def from_trace(path: Path, duration_s: float, *, speed: float, max_tokens: int) 
 
 
 def deal(arrivals: Sequence[Arrival], num_hands: int) -> list[list[Arrival]]:
-    """The arrivals in turn to each of `num_hands` generators."""
+    """Distribute the arrivals round-robin over `num_hands` generators."""
     return [list(arrivals[hand::num_hands]) for hand in range(num_hands)]

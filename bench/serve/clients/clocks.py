@@ -1,7 +1,7 @@
-"""What the GPUs' clocks, power and temperature were while something was measured.
+"""Clocks, power and temperature of the GPUs during a measurement.
 
 A card's clock falls by some per cent as it warms up or meets its power limit: two figures of it are
-comparable as far as these are.
+comparable only as far as these values are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Clocks = dict[str, dict[str, float]]
 
 @contextmanager
 def recorded(into: Clocks) -> Iterator[None]:
-    """Adds the medians of each GPU, by its index; nothing where there is no nvidia-smi."""
+    """Add the medians of each GPU, by its index; nothing without nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
         yield
@@ -41,13 +41,13 @@ def recorded(into: Clocks) -> Iterator[None]:
 
 
 def medians(lines: list[str]) -> Clocks:
-    """Of lines `index, clock, power, temperature`; others, and what a card does not tell, are
-    passed over."""
+    """The medians from lines `index, clock, power, temperature`; skips other lines and missing
+    values."""
     samples: dict[str, dict[str, list[float]]] = {}
     for line in lines:
         index, *values = [cell.strip() for cell in line.split(",")]
         if len(values) != len(_FIELDS):
-            continue  # the last line, cut off
+            continue  # the last line may be cut off
         for name, value in zip(_FIELDS, values, strict=True):
             try:
                 number = float(value)

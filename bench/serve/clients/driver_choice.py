@@ -1,9 +1,9 @@
-"""Which driver goes with a target, and the one over Baton's own client.
+"""The driver for a target, and the driver over Baton's own client.
 
 grpc://HOST:PORT       Baton's gateway, through its SDK; its key, if it wants one, in BATON_API_KEY
-http://HOST:PORT       any server of OpenAI's completions over HTTP; several behind commas are
-                       dealt to in turn  (loadgen/openai_driver.py)
-nodes:REDIS_URL        Baton's engines without a gateway, dealt to in turn  (node_driver.py)
+http://HOST:PORT       any server of OpenAI's completions over HTTP; several, separated by commas,
+                       get requests in turn  (loadgen/openai_driver.py)
+nodes:REDIS_URL        Baton's engines without a gateway, in turn  (node_driver.py)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton.loadgen.driver import Driver, DriverError
 
 
 class GrpcDriver:
-    """Over Baton's own client."""
+    """A driver over Baton's own client."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -40,10 +40,10 @@ class GrpcDriver:
 def connect(
     target: str, model: str = "", first: int = 0, fields: Mapping[str, Any] | None = None
 ) -> AbstractAsyncContextManager[Driver]:
-    """The driver for `target`. `model`: the name to ask for where a server wants one.
+    """The driver for `target`. `model`: the model name to request, if a server needs one.
 
-    `first`: which of several engines gets the first request, where the driver deals them.
-    `fields`: more of each request's body, over HTTP only. Raises ValueError.
+    `first`: the engine that gets the first request, if the driver distributes requests. `fields`:
+    additional fields of each request's body, over HTTP only. Raises ValueError.
     """
     kind, _, address = target.partition(":")
     if fields and kind not in ("http", "https"):
@@ -63,7 +63,7 @@ def connect(
 async def _connect_openai(
     base_urls: Sequence[str], model: str, first: int, fields: Mapping[str, Any]
 ) -> AsyncIterator[Driver]:
-    from baton.loadgen.openai_driver import OpenAiDriver, session  # aiohttp is not everybody's
+    from baton.loadgen.openai_driver import OpenAiDriver, session  # aiohttp is optional
 
     first %= len(base_urls)
     async with session() as http:

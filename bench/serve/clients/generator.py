@@ -1,4 +1,4 @@
-"""One load generator of a mix: what is due when it is due, and the background all the time."""
+"""One load generator of a mix: sends each request when it is due, and keeps background streams."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ async def run(
     drain_s: float,
     vocab_size: int,
 ) -> list[Record]:
-    """Send `arrivals` and keep the background's `streams` running; the records of all.
+    """Send `arrivals` and keep the background's `streams` running; returns the records of all.
 
-    `start_s` is on the monotonic clock. Requests that were due get up to `drain_s` behind the end.
+    `start_s` is on the monotonic clock. Requests that were due get up to `drain_s` after the end.
     """
     load = Load(driver, start_s)
     asked = [_of_prompt(arrival, vocab_size) for arrival in arrivals]
-    unsettle = settle()  # a collection of all that was drawn would be a pause among the samples
+    unsettle = settle()  # collecting all drawn prompts as garbage would be a pause in the samples
     try:
         async with cancelled_at_the_end() as tasks:
             tasks += [

@@ -1,8 +1,8 @@
-"""Baton's engines without disaggregation: each request is prefilled and decoded by one of them.
+"""Baton's engines without disaggregation: each request is prefilled and decoded by one engine.
 
-Dials every engine that the directory names, as a gateway would, and deals requests to them in turn,
-each whole. No gateway is in the way, so what is measured is the engines at their best: the
-same scheduler, chunked prefill, one message a step.
+Dials every engine in the directory, as a gateway would, and distributes whole requests round-robin.
+Without a gateway, this measures the engines at their best: the same scheduler, chunked prefill, one
+message per step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DEADLINE_S = 600.0
 
 
 class _Said(NamedTuple):
-    """What a step said of a request."""
+    """The part of a step's outputs that concerns one request."""
 
     num_tokens: int = 0
     is_over: bool = False
@@ -42,14 +42,14 @@ class _Said(NamedTuple):
 
 
 class _Engine:
-    """One engine's channel."""
+    """The channel of one engine."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._queues: dict[str, asyncio.Queue[_Said]] = {}
 
     async def read(self) -> None:
-        """Sort what is said by request until the channel ends."""
+        """Distribute outputs to their requests until the channel ends."""
         try:
             while True:
                 message = await self._next()
@@ -64,7 +64,7 @@ class _Engine:
                 self._put(request_id, _Said(error="the engine is gone"))
 
     async def _next(self) -> node_pb2.NodeMessage:
-        """Raises asyncio.IncompleteReadError, OSError."""
+        """The next message. Raises asyncio.IncompleteReadError, OSError."""
         length = decode_length(await self._reader.readexactly(LENGTH_BYTES))
         return node_pb2.NodeMessage.FromString(await self._reader.readexactly(length))
 
@@ -102,7 +102,7 @@ class _Engine:
 
 
 class NodeDriver:
-    """Deals requests to engines in turn."""
+    """Distributes requests round-robin to engines."""
 
     def __init__(self, engines: Sequence[_Engine], first: int) -> None:
         self._turn = itertools.cycle([*engines[first:], *engines[:first]])
@@ -118,7 +118,7 @@ def _secret() -> ClusterSecret:
 
 
 async def members(redis_url: str, num_engines: int = 1) -> tuple[Member, ...]:
-    """The cluster's engines, once there are so many."""
+    """The cluster's engines, once there are at least `num_engines`."""
     directory = RedisDirectory(RedisClient(redis_url, CLUSTER, _secret()))
     try:
         async with aclosing(directory.watch()) as watch:  # type: ignore[type-var]
@@ -132,9 +132,9 @@ async def members(redis_url: str, num_engines: int = 1) -> tuple[Member, ...]:
 
 @asynccontextmanager
 async def connect_nodes(redis_url: str, first: int) -> AsyncIterator[Driver]:
-    """A driver over all engines that are in the directory now; its first request is number `first`.
+    """A driver over all engines in the directory; its first request goes to engine number `first`.
 
-    Client processes begin with different engines: with few requests each, all get their share.
+    Client processes begin with different engines, so that all get their share of few requests.
     """
     engines = [await _connect(member) for member in await members(redis_url)]
     readers = [asyncio.create_task(engine.read()) for engine in engines]

@@ -11,7 +11,7 @@ from baton.loadgen.records import Record
 
 
 def save(path: Path, records: Sequence[Record]) -> None:
-    """Write all records as arrays; `token_s` of all, one after the other."""
+    """Write all records as arrays; `token_s` of all records is concatenated."""
     np.savez_compressed(
         path,
         group=np.array([r.group for r in records], np.str_),
@@ -48,5 +48,5 @@ def load(path: Path) -> list[Record]:
 
 
 def merge(parts: Iterable[Sequence[Record]]) -> list[Record]:
-    """All generators' records, as they were due."""
+    """The records of all generators, by due time."""
     return sorted((record for part in parts for record in part), key=lambda record: record.due_s)

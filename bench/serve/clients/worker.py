@@ -1,4 +1,4 @@
-"""A load generator's process: one Python process cannot read ten thousand tokens a second.
+"""The process of a load generator: one Python process cannot read ten thousand tokens per second.
 
 parent ── plan: JSON, one line ──► worker ── "connected" ──► parent
 parent ── start_s ───────────────► worker ── "done" ───────► parent reads the records' file
@@ -24,7 +24,8 @@ from .driver_choice import connect
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """What one generator does, JSON-able. `fields`: more of each request's body, over HTTP."""
+    """The JSON-able plan of one generator. `fields`: additional fields of each request's body, over
+    HTTP."""
 
     target: str
     model: str
@@ -54,7 +55,7 @@ class WorkerPlan:
 
     @property
     def streams(self) -> range:
-        """The background's streams that are this generator's."""
+        """The background streams of this generator."""
         num_streams = 0 if self.background is None else self.background.num_streams
         return range(self.index, num_streams, self.num_generators)
 
@@ -82,7 +83,7 @@ async def _run(plan: WorkerPlan) -> list[Record]:
 
 
 def main() -> None:
-    """Read the plan, work, write the records."""
+    """Read the plan, run it, write the records."""
     plan = WorkerPlan.from_json(sys.stdin.readline())
     record_files.save(Path(plan.out), event_loop.run(lambda: _run(plan)))
     print("done", flush=True)

@@ -1,11 +1,11 @@
-"""The named mixes: what a run asks of a system.
+"""The named mixes: what a run sends to a system.
 
 idle          one request after the other, of several lengths: latency without load
-streams       long running streams alone: what one token costs when nothing else happens
-streams+8k    the same, while prompts of 8192 tokens arrive: what prefill does to decode
+streams       long running streams alone: the time of a token without other load
+streams+8k    the same, while prompts of 8192 tokens arrive: the effect of prefill on decode
 poisson       one kind of request at a rate
-sharegpt      lengths of ShareGPT's turns at a rate; those that are too long are left out
-trace         what users sent, from a trace's time stamps, lengths and shared prefixes
+sharegpt      lengths of ShareGPT's turns at a rate, without those that are too long
+trace         users' requests, from a trace's time stamps, lengths and shared prefixes
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROBE = "probe"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A mix, ready to be sent. What happens before `warmup_s` is not reported."""
+    """A mix that is ready to be sent. Requests before `warmup_s` are not reported."""
 
     name: str
     duration_s: float
@@ -35,7 +35,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class LoadShape:
-    """The numbers that a mix is made of."""
+    """The parameters of a mix."""
 
     rate_per_s: float = 3.7
     duration_s: float = 60.0
@@ -57,7 +57,7 @@ MIXES = ("idle", "streams", "streams+8k", "poisson", "sharegpt", "trace")
 
 
 def make_workload(mix: str, shape: LoadShape, trace: Path = TRACE) -> Workload:
-    """The mix `mix` in this shape; `idle` is no open loop: see idle.py."""
+    """The mix `mix` in this shape; `idle` is not open loop: see idle.py."""
     background = Background(
         shape.num_streams, shape.stream_prompt_tokens, shape.stream_output_tokens
     )
@@ -65,7 +65,7 @@ def make_workload(mix: str, shape: LoadShape, trace: Path = TRACE) -> Workload:
     if mix == "streams":
         return replace(timing, background=background)
     if mix == "streams+8k":
-        # Probes come once the streams run; the arrival times count from the start.
+        # Probes arrive once the streams run; arrival times count from the start.
         return replace(timing, background=background, arrivals=_poisson(shape))
     if mix == "poisson":
         return replace(timing, arrivals=_poisson(shape))

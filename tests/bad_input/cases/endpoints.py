@@ -1,5 +1,6 @@
-"""Bad requests of the endpoints beside those that generate, and bodies that no endpoint takes, as
-rows of the table. Ids begin with the kind of what is wrong."""
+"""Rows of the table for endpoints that do not generate, and for bodies that no endpoint accepts.
+Ids begin with the kind of error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A running victim as a client sees it: both fronts, raw sockets, its log and its memory."""
+"""A running victim from a client's side: both fronts, raw sockets, its log and its memory."""
 
 from __future__ import annotations
 

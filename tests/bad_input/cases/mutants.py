@@ -1,4 +1,4 @@
-"""Good requests, and what a random number makes of them: JSON, heads of HTTP, protobuf."""
+"""Random mutations of valid requests: JSON, HTTP heads, protobuf."""
 
 from __future__ import annotations
 

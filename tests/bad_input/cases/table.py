@@ -1,8 +1,9 @@
-"""What a bad request must get, as a table: one line is one request and its verdict on both fronts.
+"""The required response to each bad request, as a table: a row is one request and its verdict on
+both fronts.
 
-A row changes one thing about a good request. Over gRPC the same is said in protobuf where protobuf
-can say it: SAME; where its types refuse it before anything is sent: TYPED; otherwise the row says
-why there is nothing to send. Ids begin with the kind of request, B27, and rows of a kind count on.
+A row changes one thing in a valid request. Over gRPC the same request is sent in protobuf if
+protobuf can express it: SAME; if its types refuse it before sending: TYPED; otherwise the row says
+why nothing can be sent. Ids begin with the kind of request, B27, and number its rows.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The victim: a gateway, its Redis and two nodes without engines, in a process of its own; beside
-them, a node's gRPC server and an engine's listener as they are in life.
+"""The victim: a gateway, its Redis and two nodes without engines, in a process of its own; also a
+node's gRPC server and an engine's listener as in production.
 
     python tests/bad_input/cases/target.py CONFIG
 
-CONFIG: JSON of GatewayConfig's fields, and of limits of HTTP that are shorter than in life.
+CONFIG: JSON of GatewayConfig's fields, and of HTTP limits that are shorter than in production.
 
-Prints one line of JSON with its ports once it can serve, and serves until its stdin ends. A process
-of its own, so that its memory, its log and its death are its own.
+Prints one line of JSON with its ports once it can serve, and serves until its stdin ends. As a
+process of its own, its memory, log and crashes can be observed.
 """
 
 from __future__ import annotations

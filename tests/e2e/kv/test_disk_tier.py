@@ -1,5 +1,6 @@
-"""With a disk behind host memory behind the KV pool: tokens are those of a pool in which nothing is
-displaced."""
+"""With a disk behind host memory behind the KV pool: tokens equal those of a pool without
+evictions.
+"""
 
 from __future__ import annotations
 

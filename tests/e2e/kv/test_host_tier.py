@@ -1,4 +1,4 @@
-"""With host memory behind the KV pool: tokens are those of a pool in which nothing is displaced."""
+"""With host memory behind the KV pool: tokens equal those of a pool without evictions."""
 
 from __future__ import annotations
 

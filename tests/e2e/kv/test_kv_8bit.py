@@ -1,4 +1,4 @@
-"""With KV in 8 bits: a deployment's tokens are those of one process that stores alike."""
+"""With KV in 8 bits: a deployment's tokens equal those of one process with the same KV format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decodes in columns, of any numbers."""
+"""Decode slices as DecodeColumns, with arbitrary values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def decode_columns(draw: st.DrawFn, block_size: int) -> DecodeColumns:
 
 
 def columns_of(slices: Sequence[SequenceSlice], block_size: int) -> DecodeColumns:
-    """The same decodes."""
+    """The same decodes as columns."""
     specs = [one.sample for one in slices if one.sample is not None]
     assert len(specs) == len(slices)
     params, places = [spec.params for spec in specs], [one.start // block_size for one in slices]

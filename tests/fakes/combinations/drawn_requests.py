@@ -1,4 +1,4 @@
-"""Requests of all kinds that an engine knows, drawn; prompts share beginnings, and few salts."""
+"""Random requests with all features of an engine; prompts share prefixes and a few cache salts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONSTRAINTS = (
         '"b": {"enum": ["yes", "no"]}}, "required": ["a", "b"], "additionalProperties": false}',
     ),
 )
-Choices = dict[str, tuple[float, Sequence[Any]]]  # how often a parameter is set, and to what
+Choices = dict[str, tuple[float, Sequence[Any]]]  # how often a parameter is set, and its values
 
 
 def drawn_requests(draw: random.Random, adapters: Iterable[Adapter]) -> list[Request]:
@@ -77,7 +77,7 @@ def _drawn_sampling(draw: random.Random, prompt: Sequence[int]) -> SamplingParam
         if draw.random() < chance
     }
     if "constraint" in fields:
-        fields.pop("ignore_eos", None)  # EOS ends what matches: the two do not go together
+        fields.pop("ignore_eos", None)  # EOS ends a match: the two exclude each other
     elif not is_search and draw.random() < 0.15:
         fields["allowed_token_ids"] = tuple(draw.sample(range(VOCAB), draw.choice((1, 4, 40))))
     fields |= {"use_beam_search": True} if is_search else {"seed": draw.randrange(99)}

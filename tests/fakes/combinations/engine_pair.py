@@ -1,5 +1,6 @@
-"""Two engines that requests are sent to, handed over between, tried again and cancelled on, between
-two steps and during one."""
+"""Two engines with requests that are added, handed over between them, retried and cancelled, both
+between steps and during one.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from baton.engine.kv.block_pool import Reservation
 from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.scheduling.outputs import FinishedBeam, StepOutput, TokenOutput
 
-FINGERPRINT = "f"  # of both
+FINGERPRINT = "f"  # of both engines
 _MOST_IDLE = 500
 
 
 @dataclass
 class Outcome:
-    """What was output, by request id. `scores`: of prompts, by position."""
+    """The outputs by request id. `scores`: prompt log-probabilities, by position."""
 
     tokens: dict[str, list[TokenOutput]] = field(default_factory=dict)
     beams: dict[str, FinishedBeam] = field(default_factory=dict)
@@ -53,7 +54,8 @@ def _id_of(key: str) -> str:
 
 @dataclass(eq=False)
 class HandOff:
-    """Of a prompt that the first engine has computed. `first`: what a search begins with."""
+    """A hand-off of a prompt that the first engine has computed. `first`: the first sample of a
+    beam search."""
 
     request: Request
     first: SampledToken | None
@@ -61,8 +63,8 @@ class HandOff:
 
 
 class EnginePair:
-    """`pools`: of each engine those of its ranks. `cancelled`: ids of requests. `files`: adapters
-    that come again, some time after an engine has none in host memory."""
+    """`pools`: for each engine, the pools of its ranks. `cancelled`: ids of requests. `files`:
+    adapters that are fetched again, some time after an engine dropped them from host memory."""
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class EnginePair:
         self._pools, self._draw = pools, draw
         self._held: dict[str, Request] = {}
         self._hand_offs: list[HandOff] = []
-        self._sent: dict[str, tuple[Request, Engine]] = {}  # what goes on by itself, by key
+        self._sent: dict[str, tuple[Request, Engine]] = {}  # requests that are not held, by key
         self._waiting: list[Request] = []
         self._files = {file.digest: file for file in files}
         self._fetches: list[tuple[Engine, Adapter]] = []
@@ -103,7 +105,7 @@ class EnginePair:
         return has_news
 
     def _go_on(self) -> None:
-        """All that there is beside steps."""
+        """Do random actions other than steps."""
         if self._waiting and self._happens(0.7):
             self._send(self._waiting.pop(0))
         for one in [*self._hand_offs]:
@@ -147,7 +149,7 @@ class EnginePair:
         self._sent |= {one.key: (one, engine) for one in (request, *request.forks)}
 
     def _fetch_prefix(self, request: Request) -> None:
-        """From the first engine to the second."""
+        """Fetch a cached prefix of the request from the first engine to the second."""
         source, puller = (engine.prefixes for engine in self.engines)
         root = root_hash(FINGERPRINT, request.cache_salt, request.adapter_digest)
         size = self.engines[0].limits.block_size
@@ -171,12 +173,12 @@ class EnginePair:
 
     def _bring_adapter(self, engine: Engine, adapter: Adapter) -> None:
         assert engine.adapters is not None
-        with suppress(Overloaded):  # who asked for it is over
+        with suppress(Overloaded):  # the requests that wanted it have ended
             engine.adapters.keep(self._files[adapter.digest])
         engine.unpark()
 
     def _advance(self, one: HandOff) -> None:
-        """Reserve for it, or copy and go on."""
+        """Reserve blocks for the hand-off, or copy its KV and start the decode."""
         (source, puller), request = self.engines, one.request
         if one.reservation is None:
             if request.key not in puller.by_key:
@@ -205,17 +207,17 @@ class EnginePair:
             else:
                 puller.start(reservation, token.token_id, each)
             self._sent[each.key] = (each, puller)
-        puller.drop(reservation)  # where its first sample has ended
+        puller.drop(reservation)  # in case its first sample has ended
 
     def _cancel_held(self, request: Request) -> None:
-        """With all its forks, while its prompt is computed."""
+        """Cancel the request with all its forks, while its prompt is computed."""
         del self._held[request.key]
         self.engines[0].abort(request.key)
         self.cancelled |= {one.request_id for one in (request, *request.forks)}
 
     def _disturb(self, request: Request, engine: Engine) -> None:
-        """Cancel it, with those that are to fork from it, or try it again behind the tokens that it
-        has; not while it is to fork from another."""
+        """Cancel the request with the forks that wait for it, or retry it with the tokens that it
+        has."""
         sequence = engine.by_key.get(request.key)
         is_search = request.key in engine.beams.by_key
         if not is_search and sequence is None:

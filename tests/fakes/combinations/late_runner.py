@@ -1,5 +1,6 @@
-"""A CPU's runner with a GPU's order: it runs ahead, and computes a step as late as can be, or when
-it was looked at a few times."""
+"""A CPU runner with the order of a GPU: it runs ahead, and computes a step as late as possible, or
+after it was polled a few times.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class LateStep:
     number = 0
     device_s = None
     done: LaunchedStep | None = None
-    num_looks: int = 2  # at it before it is seen to have completed
+    num_looks: int = 2  # polls before the step completes
 
     def has_completed(self) -> bool:
         self.num_looks -= 1
@@ -41,8 +42,8 @@ class LateStep:
 
 @dataclass(eq=False)
 class LateRunner:
-    """A Runner and Drafter, and the Adapters of its engine: what changes blocks or adapters comes
-    behind the steps that were launched. At most so many are in flight."""
+    """A Runner and Drafter, and the Adapters of its engine: changes of blocks or adapters happen
+    after the steps that were launched before. At most `most_in_flight` steps are in flight."""
 
     runner: ModelRunner
     most_in_flight: int = 2
@@ -105,7 +106,7 @@ class LateRunner:
 
 
 def _as_now(one: SequenceSlice) -> SequenceSlice:
-    """What of it may change while the step waits is copied, as a device's upload does."""
+    """Copies what may change while the step waits, as an upload to a device does."""
     one = one._replace(block_table=array("i", one.block_table))
     sample = one.sample
     if sample is not None and isinstance(sample.counts, TokenCounts):

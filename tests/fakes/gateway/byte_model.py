@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 EOS_ID = 256
-VOCAB_SIZE = 264  # more than the tokenizer has, as models do
+VOCAB_SIZE = 264  # more than the tokenizer's, as in real models
 
 
 def write_byte_model(folder: Path, max_model_len: int = 512) -> Path:
@@ -27,7 +27,7 @@ def write_byte_model(folder: Path, max_model_len: int = 512) -> Path:
 
 
 def _byte_of(letter: str) -> int:
-    """The byte that a letter of the byte-level alphabet stands for."""
+    """The byte for a letter of the byte-level alphabet."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     if ord(letter) in printable:
         return ord(letter)

@@ -1,4 +1,4 @@
-"""Calls that are reported without a front door: played on a fake clock."""
+"""Calls that are reported without a front door, on a fake clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from baton.gateway.telemetry.metrics.metric_table import ALL
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.gateway.validation.validation import ValidatedRequest
 
-# When a stage's end is stamped, after arrival.
+# The time stamp of each stage's end, after arrival.
 STAMPS_S = (
     (Event.ARRIVED, 0.0, "gateway"),
     (Event.ROUTED, 0.001, "gateway"),
@@ -40,19 +40,19 @@ STAMPS_S = (
 
 
 def timeline(arrived_ns: int) -> tuple[Stamp, ...]:
-    """A call of one attempt, by STAMPS_S."""
+    """The timeline of a call of one attempt, by STAMPS_S."""
     return tuple(Stamp(e, arrived_ns + round(s * 1e9), node) for e, s, node in STAMPS_S)
 
 
 def feed_of(clock: Clock, *on_ended: OnEnded, window: TelemetryWindow | None = None) -> CallFeed:
-    """A feed that counts into stores of its own, for who looks at a part of it alone."""
+    """A feed that counts into its own stores, for tests that need only one part."""
     store = MetricStore(ALL, "baton_", "demo")
     targets = SloTargets(ttft_slo_s=0.5, tbt_slo_s=0.05)
     return CallFeed(clock, targets, window or TelemetryWindow(clock), store, (), on_ended)
 
 
 def record_of(clock: Clock, num_samples: int = 1) -> CallRecord:
-    """Of a call that has just come."""
+    """The record of a call that has just arrived."""
     return CallRecord(
         call_id="",
         request=ValidatedRequest(column((1,)), SamplingParams(), "", RequestOptions(n=num_samples)),
@@ -64,7 +64,7 @@ def record_of(clock: Clock, num_samples: int = 1) -> CallRecord:
 
 
 class RanCall(RunningCall):
-    """A call without sessions: what was `delivered` of it, and how often it has `failed`."""
+    """A call without sessions: `delivered` holds its chunks, `num_failures` counts its failures."""
 
     def __init__(self, num_samples: int = 1, max_tokens: int = 4) -> None:
         self.delivered: list[OutputChunk] = []
@@ -74,7 +74,7 @@ class RanCall(RunningCall):
         self._stream = self.chunks()
 
     async def next(self) -> OutputChunk:
-        """Of `chunks`."""
+        """The next of `chunks`."""
         return await anext(self._stream)
 
     def _deliver(self, record: CallRecord, chunk: OutputChunk) -> None:
@@ -86,7 +86,7 @@ class RanCall(RunningCall):
 
 
 class PlayedCall:
-    """One call; each method is something that happens now, by the clock."""
+    """One call; each method is an event at the clock's current time."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class PlayedCall:
         self._feed.chunk_delivered(self.record, chunk)
 
     def finish(self, *, cached_tokens: int = 0, attempts: int = 1) -> None:
-        """The last chunks, without tokens, and the end."""
+        """The last chunks, without tokens, and the end of the call."""
         for sample in range(len(self._next_index)):
             self.deliver(0, sample, self.result(sample, cached_tokens, attempts))
         self.end(None)

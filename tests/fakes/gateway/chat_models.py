@@ -1,6 +1,6 @@
-"""Model directories for chats: kinds of vocabularies with special tokens, and families' templates.
+"""Model directories for chats: vocabularies with special tokens, and templates of model families.
 
-The templates are written as the families' own are: what they test, trim and put together.
+The templates use the same tests, trims and concatenations as the families' own.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ TEMPLATES = {
 
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>",
             "<|tool|>", "<sop>")  # fmt: skip
-WORDS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # added, and not special
+WORDS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # added tokens that are not special
 
 
 def _byte_level() -> tokenizers.Tokenizer:
@@ -94,7 +94,7 @@ def _byte_level() -> tokenizers.Tokenizer:
 
 
 def _composing() -> tokenizers.Tokenizer:
-    """Qwen's: normalized to NFC."""
+    """Qwen's: normalised to NFC."""
     library = _byte_level()
     library.normalizer = normalizers.NFC()
     return library
@@ -109,7 +109,7 @@ def _pieces() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def _sentencepiece(first_only: bool) -> tokenizers.Tokenizer:
-    """Llama 2's: special tokens in the vocabulary itself, a space put before texts."""
+    """Llama 2's: special tokens are part of the vocabulary; texts get a leading space."""
     vocab, merges = _pieces()
     model = models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     library = tokenizers.Tokenizer(model)
@@ -127,7 +127,7 @@ def _sentencepiece(first_only: bool) -> tokenizers.Tokenizer:
 
 
 def _unigram() -> tokenizers.Tokenizer:
-    """Its special tokens are pieces like others: the likeliest reading of their own text."""
+    """Special tokens are ordinary pieces: the most likely tokenisation of their own text."""
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("▁", -3.0), ("im", -4.0)]
     pieces += [(chr(c), -5.0) for c in range(33, 127)]
     library = tokenizers.Tokenizer(models.Unigram(pieces, 0))
@@ -147,7 +147,7 @@ VOCABULARIES = {
 
 
 def write_chat_model(folder: Path, vocabulary: str, template: str) -> tokenizers.Tokenizer:
-    """tokenizer.json, tokenizer_config.json and a chat template; the vocabulary itself."""
+    """Write tokenizer.json, tokenizer_config.json and a chat template; returns the tokenizer."""
     library = VOCABULARIES[vocabulary]()
     library.add_special_tokens(
         [AddedToken(text, rstrip=text == "<|end|>", normalized=False) for text in SPECIALS]
@@ -162,6 +162,6 @@ def write_chat_model(folder: Path, vocabulary: str, template: str) -> tokenizers
 
 
 def named_tokens(vocabulary: str) -> tuple[str, str]:
-    """Begin and end of a text."""
+    """The begin and end tokens of a text."""
     is_bytes = vocabulary in ("byte-level", "composing")
     return ("<|endoftext|>", "<|im_end|>") if is_bytes else ("<s>", "</s>")

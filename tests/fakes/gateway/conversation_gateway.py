@@ -1,4 +1,4 @@
-"""A real gateway over HTTP whose nodes write what a test has them write: for conversations."""
+"""A real gateway over HTTP whose nodes output text given by the test: for conversations."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _BLOCK_TOKENS = 16
 
 @dataclass
 class ConversationGateway:
-    """Its URL, and the nodes behind it."""
+    """The gateway's URL, and the nodes behind it."""
 
     url: str
     nodes: tuple[FakeNode, FakeNode]
 
     def writes(self, answer: str | Sequence[int] | Callable[[str], str]) -> None:
-        """What the model writes to every request from now on, or what gives that of a prompt."""
+        """Set the output for every following request, or a function from prompt to output."""
         if callable(answer):
             by_prompt = answer
             for node in self.nodes:
@@ -60,31 +60,32 @@ class ConversationGateway:
 
     @property
     def last_request(self) -> Request:
-        """As the nodes have it."""
+        """The last request as the nodes received it."""
         return codec.request_from_wire(self.nodes[0].dispatched[-1])
 
     @property
     def last_prompt(self) -> str:
-        """Of the last request, as text."""
+        """The prompt of the last request, as text."""
         return prompt_of(self.last_request)
 
 
 def prompt_of(request: Request) -> str:
-    """Its tokens as text."""
+    """The prompt tokens as text."""
     return bytes(request.prompt_token_ids.tolist()).decode()
 
 
 def write_conversation_model(folder: Path, max_model_len: int) -> Path:
-    """A byte model whose template has reasoning and Hermes' tools."""
+    """Write a byte model with a template for reasoning and Hermes tools."""
     write_byte_model(folder, max_model_len=max_model_len)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
 def write_tagged_model(folder: Path, max_model_len: int) -> dict[str, int]:
-    """The same with tags of one token each, that begins its reasoning itself; returns their ids.
+    """The same with one-token tags, and a template that begins the reasoning; returns their ids.
 
-    `<tool_call>` and its end are special tokens."""
+    `<tool_call>` and its end are special tokens.
+    """
     write_conversation_model(folder, max_model_len)
     template = TEMPLATE.replace("{% else %}<think>\n", "")
     (folder / "chat_template.jinja").write_text(template)
@@ -100,7 +101,7 @@ def write_tagged_model(folder: Path, max_model_len: int) -> dict[str, int]:
 async def conversation_gateway(
     redis_url: str, model_dir: Path, max_model_len: int
 ) -> AsyncIterator[ConversationGateway]:
-    """Ready to serve."""
+    """Yields once the gateway is ready to serve."""
     cluster = ClusterConfig(redis_url, f"c{time.monotonic_ns()}", SECRET)
     config = GatewayConfig(grpc_port=0, http_port=0, model=str(model_dir), max_num_requests=8)
     limits = SessionLimits(recovery_wait_s=0.3, avoid_s=0.1)

@@ -1,4 +1,4 @@
-"""Engines as sessions see them: links that note what is sent, a router over them, a sink."""
+"""Engines as sessions see them: links that record what is sent, a router over them, a sink."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from baton.gateway.request.output_chunk import OutputChunk
 
 
 class Work(enum.Enum):
-    """What an engine is to do with a dispatch."""
+    """The work that a dispatch requests from an engine."""
 
     PREFILL = "prefill"
     DECODE = "decode"
-    LOCAL = "local"  # both, without a hand-off
+    LOCAL = "local"  # prefill and decode, without a hand-off
 
 
 @dataclass
 class FakeLink:
-    """Keeps every dispatch and cancel: a session's link, or an engine's connection."""
+    """Records every dispatch and cancel: a session's link, or an engine's connection."""
 
     incarnation: str
     fingerprint: str = "fp"
@@ -40,7 +40,7 @@ class FakeLink:
         return f"node-{self.incarnation}"
 
     def dispatch(self, request: Request, *more: Any) -> None:
-        """With the route, as a link has it, or without."""
+        """Record a dispatch, with the route as a link gets it, or without."""
         *_, ticket, deadline_remaining_s = more
         work = Work.LOCAL
         if ticket is not None:
@@ -62,9 +62,9 @@ class FakeLink:
 
 @dataclass
 class FakeRouter:
-    """Takes the first engines that are not to be avoided; tests edit the lists.
+    """Chooses the first engines that are not to be avoided; tests edit the lists.
 
-    `blocked`: why none is taken, though they are there. `demands`: what was asked for.
+    `blocked`: why no engine is chosen, although there are some. `demands`: the demands received.
     """
 
     prefill: list[FakeLink]
@@ -88,7 +88,7 @@ class FakeRouter:
 
 @dataclass
 class FakeSink:
-    """Collects the stream and checks that it is one: no gap, no double, one end."""
+    """Collects the stream and checks it: no gap, no duplicate, one end."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A real gateway as a process of its own, before one pair of nodes that the test plays."""
+"""A real gateway as a process of its own, with one pair of nodes that the test simulates."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PROGRAM = ("-c", "import sys; from baton.cli.launch import gateway; sys.exit(gat
 
 @dataclass
 class GatewayProcess:
-    """`base` is the HTTP front's URL, `grpc` an address; `alone`, where several gateways share
-    them, each one's own URL by its name."""
+    """`base` is the HTTP front's URL, `grpc` an address; `alone`: where several gateways share
+    them, the URL of each gateway by its name."""
 
     process: asyncio.subprocess.Process
     base: str
@@ -42,7 +42,7 @@ class GatewayProcess:
 async def gateway_process(
     redis_url: str, model_dir: Path, *flags: str, num_links: int = 1
 ) -> AsyncIterator[GatewayProcess]:
-    """Yields once it is ready, and its nodes have `num_links` links each."""
+    """Yields once the gateway is ready and its nodes have `num_links` links each."""
     name = f"g{time.monotonic_ns()}"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, *PROGRAM, "--http-port", "0", "--grpc-port", "0"),
@@ -76,7 +76,7 @@ async def gateway_process(
 
 
 async def until_links(node: FakeNode, count: int) -> None:
-    """Wait until so many gateways are linked to it, and have had a heartbeat."""
+    """Wait until `count` gateways are linked to the node and have received a heartbeat."""
     async with asyncio.timeout(15):
         while node.num_sessions != count:  # noqa: ASYNC110
             await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Requests as the validator leaves them: of what a test says of them, and by the validator."""
+"""Validated requests: built directly from a test's arguments, or by the validator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def validated_at_once(
     *,
     drawn_seed: int = 1,
 ) -> ValidatedRequest:
-    """By a tokenizer that makes nobody wait, whatever the form of the output."""
+    """Validate with a tokenizer that returns at once, for any output format."""
 
     async def encoded(text: str, **_: object) -> Sequence[int]:
         return encode(text)

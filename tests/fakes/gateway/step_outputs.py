@@ -1,4 +1,4 @@
-"""What engines say of a step, whichever way it is put: whole outputs, or plain tokens by column."""
+"""The outputs of a step on the wire, in either form: whole outputs, or plain tokens by column."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from baton.proto.v1 import node_pb2
 
 
 def outputs_of(step: node_pb2.StepOutputs) -> list[node_pb2.RequestOutput]:
-    """All of it as whole outputs."""
+    """All outputs of the step as whole outputs."""
     tokens = step.tokens
     rows = zip(tokens.request_ids, tokens.attempts, tokens.indices, tokens.token_ids, strict=True)
     plain = [
@@ -21,7 +21,7 @@ def outputs_of(step: node_pb2.StepOutputs) -> list[node_pb2.RequestOutput]:
 
 
 def step_of(output: node_pb2.RequestOutput) -> node_pb2.StepOutputs:
-    """A step of one output, as an engine puts it."""
+    """A step with one output, in the form that an engine would choose."""
     ids, first = output.token_ids, output.first_index
     plain = node_pb2.RequestOutput(
         request_id=output.request_id, attempt=output.attempt, first_index=first, token_ids=ids
@@ -35,7 +35,7 @@ def step_of(output: node_pb2.RequestOutput) -> node_pb2.StepOutputs:
 
 
 def give(session: Session, incarnation: str, output: EngineOutput) -> None:
-    """As the gateway's table does: a plain token first by the short way."""
+    """Deliver an output as the gateway's table does: a plain token by the fast path first."""
     name, number, first, ids = output[:4]
     is_plain = output == EngineOutput(name, number, first, ids) and len(ids) == 1
     if not (is_plain and session.next_token(incarnation, number, first, ids[0])):

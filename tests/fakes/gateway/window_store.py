@@ -1,4 +1,4 @@
-"""Redis' part in sharing windows, in a dict: TTLs by a clock that the test moves."""
+"""Redis as the store of shared windows, in a dict: TTLs by a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TTL_S = {1: SPAN_S + 30, HOUR_ROW_S: HOUR_S + 60}
 
 
 class FakeWindowStore:
-    """`ahead_s`: what its clock shows more than the test's. All gateways have the same one."""
+    """`ahead_s`: how far its clock is ahead of the test's. All gateways use the same store."""
 
     def __init__(self, clock: FakeClock, ahead_s: float = 1_000_000.3) -> None:
         self.ahead_s = ahead_s

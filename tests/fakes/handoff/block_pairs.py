@@ -1,4 +1,4 @@
-"""Blocks that are handed off, and pairs of blocks for a pull, one by one."""
+"""Blocks of a hand-off, and block pairs of a pull, as single objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.kv_transfer.window.block_pairs import BlockPairs
 
 
 class BlockRef(NamedTuple):
-    """One of `BlockRefs`; `hash` is None for a partial block."""
+    """One entry of `BlockRefs`; `hash` is None for a partial block."""
 
     block_id: int
     generation: int = 0
@@ -19,7 +19,8 @@ class BlockRef(NamedTuple):
 
 
 class BlockPair(NamedTuple):
-    """One block to copy: where it lies in the source's pool, and the block of ours it goes to."""
+    """One block to copy: its id in the source's pool, and the id of the local block that it goes
+    to."""
 
     source: BlockRef
     destination: int

@@ -1,4 +1,4 @@
-"""What tests of the hand-off share: names, tickets, prompts whose blocks hash rightly."""
+"""Shared by tests of the hand-off: names, tickets, prompts with matching block hashes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Short scenes, each about one promise of the hand-off or of the engine under it.
+"""Short scenarios, each for one guarantee of the hand-off or of the engine under it.
 
-A check raises AssertionError if its promise is broken. The exhaustive search is the strongest of
-them; the others are about what lies outside its world: other prompts, a queue of several, clocks
+A check raises AssertionError if its guarantee is broken. The exhaustive search is the strongest of
+them; the others cover what the search does not model: other prompts, a queue of several, clocks
 that jump, threads that copy, steps in flight.
 """
 
@@ -68,7 +68,7 @@ STATE = HandoffState(first_token_id=42)
 def search(
     *kinds: str, advances: int = 0, launches: bool = False, sees_steps: bool = False
 ) -> None:
-    """No story of these faults ends badly."""
+    """No sequence of moves with these faults violates an invariant."""
     told = {"launches": launches, "sees_steps": sees_steps}
     Search(Bounds(len(kinds), advances, 1, kinds=frozenset(kinds), **told)).run()
 
@@ -82,7 +82,7 @@ def what_a_step_writes_is_not_copied_before() -> None:
     world.settle()
     one = request(1, 19)
     world.hand_off(one)
-    for _ in range(10):  # copies take no time: too early is too early
+    for _ in range(10):  # copies take no time: any early copy is seen
         world.turn(world.prefill)
         world.turn(world.decode)
         for pull in [pull for window in world.windows for pull in window.pulls]:
@@ -130,7 +130,7 @@ def matched_source(clock: FakeClock) -> Source:
 
 
 def held(source: Source, number: int, deadline_s: float) -> None:
-    """A prompt of two blocks is computed and waits for its puller."""
+    """Compute a prompt of two blocks, which waits for its puller."""
     source.handle(Offered(ticket(number), f"key{number}", deadline_s))
     transfer_id = ticket(number).transfer_id
     source.handle(PeerMessage(PULLER, Attach(transfer_id)))
@@ -189,7 +189,7 @@ def matched_puller(clock: FakeClock) -> Puller:
 
 
 def announced(puller: Puller, number: int, blocks: BlockRefs | None = None) -> list[object]:
-    """The transfer's first manifest has come."""
+    """Deliver the transfer's first manifest."""
     transfer_id = ticket(number).transfer_id
     puller.handle(Intended(ticket(number), f"key{number}", HASHES, 2, 600.0))
     manifest = Manifest(transfer_id, 0, blocks or refs(HASHES, 0, 1), LEASE_S)
@@ -221,7 +221,7 @@ def _ids(number: int) -> tuple[str]:
 
 
 class _RewrittenBefore:
-    """A destination block whose copy begins just after somebody rewrote the source."""
+    """A destination block whose copy begins just after the source block was rewritten."""
 
     def __init__(self, pool: HostPool, block_id: int) -> None:
         self._pool = pool
@@ -279,7 +279,8 @@ def generate(engine: Engine, name: str, prompt: Sequence[int], num_tokens: int =
 
 
 def prompts_that_share_blocks_get_their_own_tokens() -> None:
-    """Whole prompts twice (a multiple of the block size), and one's middle as another's start."""
+    """Whole prompts twice (a multiple of the block size), and the middle of one as the start of
+    another."""
     engine = new_engine()
     first, second, third = [1, 1, 1, 1, 5, 5, 5, 5], [2, 2, 2, 2, 5, 5, 5, 5], [5, 5, 5, 5, 7, 7]
     for name, prompt in enumerate((first, first, second, [*first, 9], third, second)):
@@ -288,7 +289,7 @@ def prompts_that_share_blocks_get_their_own_tokens() -> None:
 
 
 def an_aborted_step_keeps_its_blocks() -> None:
-    """The step in flight still writes to the blocks of the request that was aborted under it."""
+    """The step in flight still writes to the blocks of the request that was aborted during it."""
     engine = new_engine(runs_ahead=True, capacity=4)
     params = SamplingParams(max_tokens=3, temperature=0.0)
     engine.add(Request("aborted", 0, (3,) * 8, params))

@@ -1,10 +1,10 @@
-"""One hand-off as a state, and everything that can happen to it.
+"""One hand-off as a state, and all transitions of the state.
 
     State = source side x puller side x what is on the wire x time x dispatches x faults so far
 
-A side never looks beyond itself, so each of its moves is computed once, by the production code, and
-remembered; what happens to the state combines remembered moves. Knows no bounds: `own_actions` need
-neither fault nor time, `faults` are what may go wrong, `calm` does what will happen anyway.
+A side depends only on itself, so each of its moves is computed once, by the production code, and
+cached; a transition of the state combines cached moves. Knows no bounds: `own_actions` need neither
+fault nor time, `faults` are possible errors, `calm` does what will happen anyway.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from ..object_graphs import forked, frozen
 from .handoff_sides import NUM_BLOCKS, Attempt, Memory, PullerSide, SourceSide, mapped
 
 Side: TypeAlias = SourceSide | PullerSide
-Action: TypeAlias = tuple[Any, ...]  # its name, then what it is about
+Action: TypeAlias = tuple[Any, ...]  # its name, then its arguments
 LINKED, LOST, MESSAGE = "linked", "lost", "message"
 
 FAULTS = frozenset(
     {
-        "break",  # the stream, with all that is on it
+        "break",  # the stream, with all messages on it
         "replace",  # the stream, before either side noticed that the old one broke
         "crash",  # of either side; it comes back at once with a new incarnation
-        "double",  # the first message or notice on the wire is heard twice
-        "swap",  # the second is heard before the first
-        "lost dispatch",  # one side never hears of an attempt
+        "double",  # the first message or notice on the wire is delivered twice
+        "swap",  # the second is delivered before the first
+        "lost dispatch",  # one side never receives an attempt
         "cancel",  # by the gateway at either side, before or after the dispatch arrived
         "rewrite",  # of all blocks of the source that are free at this moment
-        "stranger",  # a peer without a ticket says all that it can of the transfer, to either side
+        "stranger",  # a peer without a ticket sends every possible message to either side
     }
 )
 _HARMLESS = frozenset({"double", "rewrite", "stranger"})  # must not even fail a transfer
 
 
 class State(NamedTuple):
-    source: int  # a side, by its number in the search
+    source: int  # the number of a side in the search
     puller: int
     to_source: tuple[Action, ...]  # (kind, sender's incarnation, message's number)
     to_puller: tuple[Action, ...]
@@ -51,14 +51,14 @@ class State(NamedTuple):
     offers: tuple[int, ...]  # dispatches on their way to the source, by attempt
     intents: tuple[int, ...]  # ... to the puller
     completed: frozenset[int]
-    is_disturbed: bool  # something happened that may fail a transfer
+    is_disturbed: bool  # an event happened that may fail a transfer
     num_faults: int  # so far
     num_advances: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """What one call does to one side."""
+    """The effect of one call on one side."""
 
     side: int
     sent: tuple[tuple[str, int] | None, ...]  # (receiver, message); None: it closes the stream
@@ -66,7 +66,7 @@ class _Move:
 
 
 class Moves:
-    """All sides met, numbered, and what each call does to each of them."""
+    """All sides reached, numbered, and the effect of each call on each of them."""
 
     def __init__(self, *, launches: bool = False, sees_steps: bool = False) -> None:
         self._launches = launches
@@ -79,7 +79,7 @@ class Moves:
         self._memory: dict[int, Memory] = {}
 
     def first_state(self) -> State:
-        """The pair is ready, and the first attempt dispatched."""
+        """The pair is ready, and the first attempt is dispatched."""
         source = self._number(SourceSide(f"{1:032x}", launches=self._launches))
         puller = self._number(PullerSide(f"{2:032x}", sees_steps=self._sees_steps))
         state = State(source, puller, (), (), False, 0.0, (), (), (), (), frozenset(), False, 0, 0)
@@ -123,7 +123,7 @@ class Moves:
 
     def _compute_move(self, number: int, now_s: float, call: Action) -> _Move:
         side = forked(self.sides[number])
-        side.clock._now_s = now_s  # equal sides are met at many times
+        side.clock._now_s = now_s  # equal sides are reached at many times
         name, *arguments = call
         if name == "hear":
             arguments[1] = self._messages[arguments[1]]
@@ -159,7 +159,8 @@ class Moves:
         return self._carry(state, move, incarnation, self.source(state).incarnation)
 
     def _carry(self, state: State, move: _Move, sender: str, receiver: str) -> State:
-        """Put what was sent on the wire, if there is one and it leads there."""
+        """Put the sent messages on the wire, if there is a stream and it leads to their
+        receiver."""
         is_source = sender == self.source(state).incarnation
         for sent in move.sent:
             if sent is None:
@@ -175,7 +176,7 @@ class Moves:
     # ---- the wire
 
     def _linked(self, state: State) -> State:
-        """A new stream. Each side hears of it behind what it has not heard yet."""
+        """A new stream. Each side is notified after everything already queued for it."""
         return state._replace(
             is_linked=True,
             to_source=(*state.to_source, (LINKED, self.puller(state).incarnation, 0)),
@@ -183,7 +184,7 @@ class Moves:
         )
 
     def _broken(self, state: State) -> State:
-        """The stream ends; each side hears of it behind what it has not heard yet."""
+        """The stream ends; each side is notified after everything already queued for it."""
         if not state.is_linked:
             return state
         return state._replace(
@@ -193,7 +194,8 @@ class Moves:
         )
 
     def _cut(self, state: State) -> State:
-        """Nothing that was said and not heard yet will be. (Had it been heard: an earlier cut.)"""
+        """Drop all undelivered messages. (Messages that arrive before the cut are
+        delivered by earlier actions.)"""
         return state._replace(
             to_source=tuple(e for e in state.to_source if e[0] is not MESSAGE),
             to_puller=tuple(e for e in state.to_puller if e[0] is not MESSAGE),
@@ -213,7 +215,7 @@ class Moves:
     # ---- what can happen
 
     def own_actions(self, state: State) -> Iterator[Action]:
-        """What needs no fault and no time."""
+        """The actions that need no fault and no time."""
         source, puller = self.source(state), self.puller(state)
         if state.to_source:
             yield ("source hears",)
@@ -257,7 +259,7 @@ class Moves:
         if self.source(state).pool.num_available:
             yield ("rewrite",)
         for attempt in state.attempts:
-            # Before the dispatch a source cannot know whose a transfer is; its id is a secret.
+            # Before the dispatch a source cannot know the owner of a transfer; its id is a secret.
             if attempt.transfer_id in self.source(state).over_s:
                 yield ("stranger", "source", attempt.transfer_id)
             yield ("stranger", "puller", attempt.transfer_id)
@@ -328,7 +330,7 @@ class Moves:
                 return self._at_source(state, "rewrite")
 
     def _dispatched(self, state: State) -> State:
-        """The gateway's next attempt, with a new transfer, to both sides as they are now."""
+        """Dispatch the gateway's next attempt, with a new transfer, to both current sides."""
         number = len(state.attempts) + 1
         sides = self.source(state).incarnation, self.puller(state).incarnation
         return state._replace(
@@ -346,7 +348,8 @@ class Moves:
         return self._memory[state.source] if is_alive else dict(state.dead)[source]
 
     def _crashed(self, state: State, *, is_source: bool) -> State:
-        """Gone with all it had, and back at once. A mapping of a dead source's memory stays."""
+        """A side loses all its state and restarts at once. A mapping of a dead source's memory
+        stays."""
         state = self._broken(self._cut(state))
         old = self.source(state) if is_source else self.puller(state)
         incarnation = f"{int(old.incarnation, 16) + 2:032x}"
@@ -367,7 +370,7 @@ class Moves:
     # ---- time
 
     def next_deadline_s(self, state: State) -> float | None:
-        """What is due already waits for its side's tick, not for time."""
+        """Deadlines that are due already wait for their side's tick, not for time."""
         sides = (self.source(state), self.puller(state))
         dues_s = [side.machine.next_deadline_s() for side in sides]
         return min((d for d in dues_s if state.now_s < d < math.inf), default=None)
@@ -378,7 +381,7 @@ class Moves:
         return state._replace(now_s=due_s, is_disturbed=True)
 
     def calm(self, state: State) -> State:
-        """The next of all that happens without faults; the same state if it is all over."""
+        """The next event that happens without faults; the same state if there is none."""
         action = next(self.own_actions(state), None)
         if action is not None:
             return self.after(state, action)

@@ -1,8 +1,8 @@
-"""Every state that one hand-off can get into, given how much may go wrong.
+"""Every reachable state of one hand-off, for a bounded number of faults.
 
-Breadth first: the first violation that the search meets has the shortest story, which it tells.
-From every state met, everything that will happen without further faults is let happen: it must come
-to an end at which nothing is left.
+Breadth first: the first violation that the search finds has the shortest sequence of moves, which
+it reports. From every reached state, everything that happens without further faults is executed: it
+must lead to a final state in which nothing is left.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _MAX_CALM_STEPS = 500
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Up to `faults` faults of these kinds in one story, any of them more than once; the clock runs
-    to the next deadline up to `advances` times.
+    """Up to `faults` faults of these kinds in one sequence of moves, each possibly more than once;
+    the clock advances to the next deadline up to `advances` times.
 
     The gateway dispatches up to `attempts` times: the next one at any moment, or, unless
-    `is_impatient`, once the one before has ended at one side at least. The source tells of chunks
-    when they are launched if it `launches`, to a puller that `sees_steps`.
+    `is_impatient`, once the previous one has ended at one side at least. If `launches`, the source
+    announces chunks when they are launched, to a puller that `sees_steps`.
     """
 
     faults: int
@@ -38,12 +38,12 @@ class Bounds:
 
 
 class Violation(AssertionError):
-    """What went wrong and the shortest story that leads there."""
+    """What went wrong, and the shortest sequence of moves that leads there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search without a violation has seen."""
+    """The statistics of a search without a violation."""
 
     num_states: int
     num_transitions: int
@@ -51,23 +51,23 @@ class Found:
     depth: int
     num_final_states: int
     ends: Counter[tuple[str, ...]]  # how the attempts' intents ended, by number of final states
-    transfer_states: frozenset[str]  # that a transfer of either side was in
+    transfer_states: frozenset[str]  # all states of a transfer of either side
     seconds: float
 
 
 class Search:
-    """One walk; `run` once."""
+    """One search; `run` once."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self._moves = Moves(launches=bounds.launches, sees_steps=bounds.sees_steps)
-        self._story: dict[State, tuple[State, Action] | None] = {}  # how each state was met first
+        self._story: dict[State, tuple[State, Action] | None] = {}  # the first path to each state
         self._is_calmed: set[State] = set()
         self._ends: Counter[tuple[str, ...]] = Counter()
 
     def run(self) -> Found:
         """Raises Violation."""
-        gc.disable()  # all that is made here is kept: looking for garbage takes half the time
+        gc.disable()  # all objects are kept: garbage collection would take half the time
         try:
             return self._run()
         finally:
@@ -136,7 +136,7 @@ class Search:
             raise Violation(error, [*self._story_of(state), action]) from error
 
     def _check_calm(self, state: State) -> None:
-        """Liveness: with no more faults everything ends, and nothing is left."""
+        """Liveness: without more faults every transfer ends, and nothing is left."""
         way: list[State] = []
         after = state
         try:

@@ -1,11 +1,11 @@
-"""The two sides of one hand-off as small as they get, each on its own: for exhaustive search.
+"""The two sides of one hand-off, minimal and independent of each other: for exhaustive search.
 
     SourceSide   real Source, real BlockPool, bytes        PullerSide   real Puller, BlockPool,
                                                                         copies in flight
 
-A side changes by one method call at a time and then says what it sent (`outbox`) and what it did
-(`done`). Sides share nothing, so a search may copy and combine them freely: a copy is given the
-source's memory as it is at that moment. Each asserts what must hold at every step on its own.
+A side changes by one method call at a time, which records sent messages (`outbox`) and events
+(`done`). Sides share nothing, so a search may copy and combine them freely: a copy of blocks gets
+the source's memory as it is at that moment. Each side asserts its own invariants at every step.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ DEADLINE_S = 60.0
 NUM_CHUNKS = 2  # of one block each: a full one and the partial last one
 BLOCK_SIZE = 4
 BLOCK_BYTES = 2  # copied one at a time: a rewrite fits between any two
-NUM_BLOCKS = NUM_RESERVED_BLOCKS + NUM_CHUNKS  # of either pool: two attempts cannot both have any
+NUM_BLOCKS = NUM_RESERVED_BLOCKS + NUM_CHUNKS  # of either pool: two attempts cannot both get blocks
 _HASHES = tuple(block_hashes(root_hash("toy"), range(NUM_CHUNKS * BLOCK_SIZE - 1), BLOCK_SIZE))
 _STRANGER = "f" * 32
 
 
 class Attempt(NamedTuple):
-    """One dispatch of the one request. All have one prompt; bytes tell whose they are."""
+    """One dispatch of the only request. All have the same prompt; bytes identify the attempt."""
 
     number: int
-    source: str  # the incarnations that its ticket names
+    source: str  # the incarnations in its ticket
     puller: str
 
     @property
@@ -102,7 +102,7 @@ class Attempt(NamedTuple):
 
 
 def content(transfer_id: str, index: int) -> bytes:
-    """What logical block `index` holds: no byte is equal to that of another attempt or block."""
+    """The content of logical block `index`: no byte equals that of another attempt or block."""
     return bytes([16 * int(transfer_id, 16) + index] * BLOCK_BYTES)
 
 
@@ -111,7 +111,7 @@ def block_hash(index: int) -> BlockHash | None:
 
 
 class Memory(NamedTuple):
-    """A source's pool at one moment."""
+    """The pool of a source at one moment."""
 
     data: bytes
     generations: tuple[int, ...]
@@ -119,7 +119,7 @@ class Memory(NamedTuple):
 
 
 class _Side:
-    """What the two have in common: a machine with transfers."""
+    """The common part of both sides: a state machine with transfers."""
 
     machine: Source | Puller
 
@@ -128,10 +128,11 @@ class _Side:
 
 
 class SourceSide(_Side):
-    """`done` tells of good ends: ("released", attempt number), when the puller took everything."""
+    """`done` holds successful ends: ("released", attempt number), when the puller has all
+    blocks."""
 
     def __init__(self, incarnation: str, *, launches: bool = False) -> None:
-        """`launches`: it tells the machine of a chunk before it computes it."""
+        """`launches`: it announces a chunk to the machine before it computes it."""
         self.incarnation = incarnation
         self.launches = launches
         self.launched: dict[str, int] = {}  # transfer_id -> the step that computes its next chunk
@@ -157,7 +158,7 @@ class SourceSide(_Side):
     # ---- what may happen
 
     def offer(self, attempt: Attempt) -> None:
-        """The gateway's dispatch arrived and memory was free: a refusal comes back at once."""
+        """The gateway's dispatch arrives and memory is free: a refusal is returned at once."""
         transfer_id = attempt.transfer_id
         over_s = self.over_s.get(transfer_id)
         is_buried = over_s is not None and self.clock.monotonic_s() < over_s + TOMBSTONE_S
@@ -172,7 +173,7 @@ class SourceSide(_Side):
         assert is_refused or attempt.source == self.incarnation, "computes what nobody can pull"
 
     def launch(self, transfer_id: str) -> None:
-        """A step begins that computes one more chunk."""
+        """Launch a step that computes one more chunk."""
         self.num_launched += 1
         self.launched[transfer_id] = self.num_launched
         index = self.num_computed[transfer_id]
@@ -185,7 +186,7 @@ class SourceSide(_Side):
         return BlockRef(block_id, generation, block_hash(index))
 
     def compute(self, transfer_id: str) -> None:
-        """One more chunk is in memory."""
+        """Complete one more chunk in memory."""
         index = self.num_computed[transfer_id]
         ref = self._ref(transfer_id, index)
         self.memory.block(ref.block_id)[:] = content(transfer_id, index)
@@ -200,20 +201,21 @@ class SourceSide(_Side):
         self.feed(Chunk(transfer_id, refs, (index + 1) * BLOCK_SIZE, state))
 
     def withdraw(self, attempt: Attempt) -> None:
-        """The gateway gave the attempt up; its dispatch may still be on the way."""
+        """The gateway cancels the attempt; its dispatch may still be on the way."""
         self.over_s.setdefault(attempt.transfer_id, self.clock.monotonic_s())
         self.feed(Withdrawn(attempt.transfer_id, Cancelled("by the gateway")))
         assert attempt.transfer_id not in self.held
 
     def rewrite(self) -> None:
-        """A request that is none of ours takes all free blocks, writes, and is gone."""
+        """Another request takes all free blocks, writes to them and ends."""
         blocks = self.pool.allocate(self.pool.num_available) or []
         for block_id in blocks:
             self.memory.block(block_id)[:] = b"\xee" * BLOCK_BYTES
         self.pool.release(blocks)
 
     def hear_stranger(self, transfer_id: str) -> None:
-        """Another puller of the cluster says all that it can of a transfer that is not its own."""
+        """Another puller of the cluster sends every message about a transfer that is not its
+        own."""
         over_s = dict(self.over_s)
         for event in _stranger_says(transfer_id):
             self.feed(event)
@@ -251,7 +253,7 @@ class SourceSide(_Side):
     # ---- what must hold
 
     def tidy(self) -> None:
-        """Check the blocks, and forget what no behaviour depends on."""
+        """Check the blocks, and reset what does not affect behaviour."""
         _reset(self.pool)
         check_pool(self.pool, {b: 1 for blocks in self.held.values() for b in blocks})
 
@@ -262,31 +264,31 @@ class SourceSide(_Side):
 
 
 class PullerSide(_Side):
-    """`done` tells of terminals: ("completed" | "failed", attempt number)."""
+    """`done` holds terminal events: ("completed" | "failed", attempt number)."""
 
     def __init__(self, incarnation: str, *, sees_steps: bool = False) -> None:
         self.incarnation = incarnation
         self.sees_steps = sees_steps
-        self.early: dict[tuple[str, int], tuple[str, StartPull]] = {}  # -> source; not begun
+        self.early: dict[tuple[str, int], tuple[str, StartPull]] = {}  # -> source; await a step
         self.clock = FakeClock()
         self.machine = Puller(Hello(incarnation, {"model": "toy"}), self.clock, LEASE_S)
         self.memory = MemoryPool(NUM_BLOCKS, BLOCK_BYTES)
         self.pool = BlockPool(NUM_BLOCKS, self.memory.generations)
         self.ends: dict[str, str | None] = {}  # transfer_id -> how its intent ended
-        self.waiting: dict[str, str] = {}  # for memory: transfer_id -> key, the next one first
+        self.waiting: dict[str, str] = {}  # for memory: transfer_id -> key, in order
         self.reservations: dict[str, list[int]] = {}
         self.openings: list[OpenWindow] = []
-        self.windows: set[str] = set()  # sources whose window is wanted
+        self.windows: set[str] = set()  # sources whose window is open or opening
         self.pulls: dict[tuple[str, int], tuple[str, MemoryPull]] = {}  # -> source, copy in flight
         self.started: set[tuple[str, int]] = set()
-        self.reports: list[PullEnded] = []  # of copies that ended, on their way to the machine
+        self.reports: list[PullEnded] = []  # of copies that ended, not yet given to the machine
         self.outbox: list[Send | ClosePeer] = []
         self.done: list[tuple[str, int]] = []
 
     # ---- what may happen
 
     def intend(self, attempt: Attempt) -> None:
-        """The gateway's dispatch arrived; a refusal comes back at once."""
+        """The gateway's dispatch arrives; a refusal is returned at once."""
         transfer_id = attempt.transfer_id
         if self.ends.get(transfer_id) == "cancelled":  # its cancel came first: the role refuses it
             return
@@ -296,18 +298,19 @@ class PullerSide(_Side):
         assert self.ends[transfer_id] is not None or not must_refuse, "waits for another's KV"
 
     def gave_up(self, number: int) -> bool:
-        """Whether nothing of the attempt is to come here any more."""
+        """Whether no more KV of the attempt is expected here."""
         return self.ends.get(f"{number:032x}") in ("failed", "cancelled")
 
     def cancel(self, attempt: Attempt) -> None:
-        """The gateway gave the attempt up; not answered."""
+        """The gateway cancels the attempt; there is no response."""
         if self.ends.get(attempt.transfer_id) is None:
             self.ends[attempt.transfer_id] = "cancelled"
             self._wait_no_more(attempt.transfer_id)
             self.feed(IntentCancelled(attempt.transfer_id))
 
     def hear_stranger(self, transfer_id: str) -> None:
-        """Another source of the cluster says all that it can of a transfer that is not its own."""
+        """Another source of the cluster sends every message about a transfer that is not its
+        own."""
         before = self._state_of_transfers()
         for event in _stranger_says(transfer_id):
             self.feed(event)
@@ -327,13 +330,13 @@ class PullerSide(_Side):
         self._begin(early)
 
     def copy(self, pull: tuple[str, int], memory: Memory) -> None:
-        """The next byte of a copy, out of the source's memory as it is now."""
+        """Copy the next byte from the source's memory as it is now."""
         _, handle = self.pulls[pull]
         pool = handle._window.source
         pool._data[:] = memory.data
         pool.generations._values[:] = memory.generations
         handle.advance(1)
-        pool._data[:] = bytes(len(memory.data))  # so that equal sides look equal
+        pool._data[:] = bytes(len(memory.data))  # so that equal sides compare equal
         pool.generations._values[:] = [0] * NUM_BLOCKS
 
     def report(self) -> None:
@@ -380,7 +383,7 @@ class PullerSide(_Side):
                     self._drop(transfer_id)
 
     def _reserve(self, transfer_id: str, key: str) -> None:
-        """As the engine does: first come, first served."""
+        """Reserve as the engine does: first come, first served."""
         assert transfer_id not in (*self.reservations, *self.waiting), "reserved twice"
         self.waiting[transfer_id] = key
         self._grant()
@@ -450,7 +453,7 @@ class PullerSide(_Side):
     # ---- what must hold
 
     def tidy(self) -> None:
-        """Check the blocks, and forget what no behaviour depends on."""
+        """Check the blocks, and reset what does not affect behaviour."""
         _reset(self.pool)
         self.memory.generations._values[:] = [0] * NUM_BLOCKS  # nobody pulls from here
         check_pool(self.pool, {b: 1 for blocks in self.reservations.values() for b in blocks})
@@ -469,7 +472,7 @@ class PullerSide(_Side):
 
 
 def _stranger_says(transfer_id: str) -> Iterator[PeerLinked | PeerMessage | PeerLost]:
-    """Each message without a Hello, behind a good one and behind one that does not fit."""
+    """Each message without a Hello, after a valid Hello and after an incompatible one."""
     for hellos in ((), (Hello(_STRANGER, {"model": "toy"}),), (Hello(_STRANGER, {}),)):
         for message in _every_message(transfer_id):
             yield PeerLinked(_STRANGER)
@@ -479,7 +482,7 @@ def _stranger_says(transfer_id: str) -> Iterator[PeerLinked | PeerMessage | Peer
 
 
 def _every_message(transfer_id: str) -> list[Message]:
-    """All that a peer can say of a transfer, whichever side it is."""
+    """All messages about a transfer that a peer of either side can send."""
     blocks = packed([BlockRef(NUM_RESERVED_BLOCKS, 1, _HASHES[0])])
     error = Cancelled("so a stranger says")
     return [
@@ -499,6 +502,6 @@ def _reset(pool: BlockPool) -> None:
 
 
 def mapped(side: PullerSide) -> set[str]:
-    """The sources whose memory is being copied from, or still may be."""
+    """The sources from whose memory copies are in flight or still possible."""
     copies = [*side.pulls.values(), *side.early.values()]
     return {*side.windows, *(source for source, _ in copies)}

@@ -1,12 +1,12 @@
-"""A whole hand-off without processes: two engines' memory, a network and time, all turned by hand.
+"""A whole hand-off without processes: two engines' memory, a network and time, all driven manually.
 
     SourceNode ── inbox ◄── link ──► inbox ── PullerNode
      real Source                               real Puller
      real bytes, generations ◄── MemoryTransport ── real bytes
 
-Whoever drives it chooses every step: deliver, double or swap messages, break links, kill a side,
-advance a copy by bytes, rewrite blocks, let time pass. The nodes check what must hold at each step
-and remember what must hold at the end (`settle`). Copyable at any point with copy.deepcopy.
+The driver chooses every step: deliver, duplicate or swap messages, break links, kill a side,
+advance a copy by bytes, rewrite blocks, advance time. The nodes check invariants at each step and
+record what must hold at the end (`settle`). Copyable at any point with copy.deepcopy.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _FINGERPRINT = {"model": "toy"}
 
 @dataclass(slots=True)
 class Prompt:
-    """One request on its way from source to puller."""
+    """One request that is handed off from source to puller."""
 
     ticket: Ticket
     key: str
@@ -88,7 +88,7 @@ class Prompt:
 
     @property
     def hashes(self) -> list[BlockHash]:
-        """Of the full blocks; the last block is partial."""
+        """The hashes of the full blocks; the last block is partial."""
         tokens = [int(self.transfer_id, 16) % 1000] * (self.num_blocks * BLOCK_SIZE - 1)
         return block_hashes(root_hash("toy"), tokens, BLOCK_SIZE)
 
@@ -97,7 +97,7 @@ class Prompt:
         return int(self.transfer_id, 16) + 7
 
     def content(self, index: int) -> bytes:
-        """What logical block `index` must hold."""
+        """The expected content of logical block `index`."""
         name = f"{self.transfer_id}/{index}".encode()
         return hashlib.blake2b(name, digest_size=BLOCK_BYTES).digest()
 
@@ -117,7 +117,7 @@ class SourceNode:
         self.ends: dict[str, BatonError | None] = {}  # key -> why it was released
 
     def offer(self, prompt: Prompt) -> bool:
-        """Admit the prompt if it fits whole."""
+        """Admit the prompt if all its blocks fit."""
         if len(self.free) < prompt.num_blocks:
             return False
         self.held[prompt.key] = [self.free.pop(0) for _ in range(prompt.num_blocks)]
@@ -147,7 +147,7 @@ class SourceNode:
         self.feed(Chunk(prompt.transfer_id, packed(refs), last * BLOCK_SIZE, state))
 
     def rewrite(self, block_id: int) -> None:
-        """Somebody else gets the block: the generation moves, then the bytes do."""
+        """Another request gets the block: the generation changes, then the bytes do."""
         self.pool.generations.bump([block_id])
         self.pool.block(block_id)[:] = b"\xee" * BLOCK_BYTES
 
@@ -163,7 +163,7 @@ class SourceNode:
 
 
 class PullerNode:
-    """A puller with its memory; answers to Reserve and OpenWindow are given when told to."""
+    """A puller with its memory; Reserve and OpenWindow are answered when the driver says so."""
 
     def __init__(self, incarnation: str, clock: FakeClock, sources: dict[str, MemoryPool]) -> None:
         self.incarnation = incarnation
@@ -173,9 +173,9 @@ class PullerNode:
         self.inbox: list[PullerEvent] = []
         self.outbox: list[Send | ClosePeer] = []
         self.free = list(range(NUM_POOL_BLOCKS))
-        self.prompts: dict[str, Prompt] = {}  # transfer_id -> what was intended
+        self.prompts: dict[str, Prompt] = {}  # transfer_id -> its prompt
         self.reservations: dict[str, Reservation] = {}
-        self.questions: list[Reserve] = []  # for memory; those who gave up may get it all the same
+        self.questions: list[Reserve] = []  # for memory; transfers that ended may still get it
         self.openings: list[OpenWindow] = []
         self.windows: dict[str, MemoryWindow] = {}
         self.pulls: dict[tuple[str, int], MemoryPull] = {}  # in flight
@@ -193,7 +193,7 @@ class PullerNode:
             self.feed(IntentCancelled(prompt.transfer_id))
 
     def answer_reserve(self, num_cached_blocks: int, *, is_full: bool = False) -> None:
-        """Grant the first question if there is room. The first blocks may be cached already."""
+        """Grant the first Reserve if there is room. The first blocks may be cached already."""
         if is_full or not self.may_grant:
             return
         transfer_id = self.questions.pop(0).transfer_id
@@ -210,7 +210,7 @@ class PullerNode:
 
     @property
     def may_grant(self) -> bool:
-        """Whether there is room for the first that waits for memory."""
+        """Whether there is room for the first request that waits for memory."""
         if not self.questions:
             return False
         return len(self.free) >= self.prompts[self.questions[0].transfer_id].num_blocks
@@ -326,7 +326,8 @@ class World:
             self.puller.inbox.append(PeerLinked(self.source.incarnation))
 
     def unlink(self, num_kept: int = 0) -> None:
-        """The stream breaks; of what was on its way each side still hears `num_kept` messages."""
+        """Break the stream; each side still receives `num_kept` of the messages on the way to
+        it."""
         if self.is_linked:
             self.is_linked = False
             self._lose_messages(num_kept)
@@ -334,7 +335,7 @@ class World:
             self.puller.inbox.append(PeerLost(self.source.incarnation))
 
     def replace_link(self) -> None:
-        """A new stream takes the old one's place before anybody noticed that it broke."""
+        """Replace the stream by a new one before either side noticed that the old one broke."""
         if self.is_linked:
             self._lose_messages(0)
             self.is_linked = False
@@ -368,7 +369,7 @@ class World:
             self.carry()
 
     def exchange(self) -> None:
-        """Deliver, in order, everything that is on its way and what it leads to."""
+        """Deliver all messages on the way in order, and the messages that they cause."""
         self.carry()
         while self.source.inbox or self.puller.inbox:
             self.deliver(self.source)
@@ -379,7 +380,7 @@ class World:
             node.inbox.insert(index, node.inbox[index])  # type: ignore[arg-type]
 
     def carry(self) -> None:
-        """Take what the nodes say to the other side's inbox, or lose it if the stream is down."""
+        """Move sent messages to the other side's inbox, or lose them if the stream is down."""
         for node, other in ((self.source, self.puller), (self.puller, self.source)):
             for effect in node.outbox:
                 if not self.is_linked or effect.incarnation != other.incarnation:
@@ -401,7 +402,7 @@ class World:
     # ---- the end
 
     def run(self, *, num_cached_blocks: int = 0) -> None:
-        """Let everything that can happen without time passing happen."""
+        """Run everything that can happen without time passing."""
         self.carry()
         while self.source.inbox or self.puller.inbox or self._is_busy():
             self.deliver(self.source)
@@ -417,7 +418,7 @@ class World:
         return bool(puller.openings or puller.pulls) or puller.may_grant
 
     def settle(self) -> None:
-        """No more faults: everything must come to its one end, and nothing may be left."""
+        """Without more faults every transfer must end once, and nothing may be left."""
         self.run()
         for prompt in self.prompts:
             self.source.compute(prompt, MAX_PROMPT_BLOCKS)

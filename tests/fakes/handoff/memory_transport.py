@@ -1,7 +1,7 @@
-"""A transport inside one process, for simulations: a pull advances only when it is told to.
+"""A transport inside one process, for simulations: a pull advances only when the driver says so.
 
-Whoever drives it decides the order of pulls and what is rewritten between any two bytes of a copy,
-so that every race of real memory can be played, and played again.
+The driver decides the order of pulls and what is rewritten between any two bytes of a copy, so that
+every race of real memory can be reproduced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class MemoryPool:
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.generations = LocalGenerations(num_blocks)
-        self.num_steps: int | None = None  # that its owner counts
+        self.num_steps: int | None = None  # as counted by the pool's owner
         self._data = bytearray(num_blocks * block_bytes)
 
     def block(self, block_id: int) -> memoryview:
@@ -37,7 +37,7 @@ class MemoryPool:
 
 
 class MemoryPull:
-    """A pull in flight: a handle for its window's user, a crank for the driver."""
+    """A pull in flight: a handle for the window's user, stepped by the driver."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class MemoryPull:
 
     @property
     def destinations(self) -> list[int]:
-        """The blocks that it writes to."""
+        """The blocks that the pull writes to."""
         return [pair.destination for pair in self._pairs]
 
     def advance(self, num_bytes: int) -> None:
-        """Copy up to `num_bytes`, of one block at most; reports at the end or when it fails."""
+        """Copy up to `num_bytes`, of one block at most; reports when it ends or fails."""
         outcome = PullOutcome.CANCELLED if self._is_cancelled else self._copy(num_bytes)
         if outcome is not None:
             self._window.pulls.remove(self)
@@ -98,7 +98,7 @@ class MemoryPull:
 
 
 class MemoryWindow:
-    """A view of one source's pool. `pulls` are those in flight, for the driver."""
+    """A view of one source's pool. `pulls`: the pulls in flight, for the driver."""
 
     transport = "memory"
     gbytes_per_s = 1.0
@@ -132,7 +132,7 @@ class MemoryWindow:
 
 
 class MemoryTransport:
-    """Reaches the pools in `sources`, by incarnation."""
+    """Connects to the pools in `sources`, by incarnation."""
 
     name = "memory"
 
@@ -141,7 +141,7 @@ class MemoryTransport:
         self._sources = sources
 
     def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> MemoryWindow:
-        """Whole blocks alone. Raises HandoffFailed."""
+        """Supports whole blocks only. Raises HandoffFailed."""
         assert piece is None or piece.is_whole
         pool = self._sources.get(source.name)
         if pool is None:
@@ -149,5 +149,5 @@ class MemoryTransport:
         return MemoryWindow(pool, self._pool)
 
     def open(self, source: OpenWindow) -> MemoryWindow:
-        """As an engine's opener does."""
+        """Open a window as an engine does."""
         return self.connect(access(source.incarnation))

@@ -1,9 +1,9 @@
-"""Two engines that fetch prefixes from each other's caches, and everything that can happen to them.
+"""Two engines that fetch prefixes from each other's caches, and all possible orders of events.
 
-With `is_running` each prefix is of a request that decodes where it is, and that moves to the other
-engine: it has its blocks until the other one has a copy, or it ends where it is.
+With `is_running` each prefix belongs to a request that decodes on its engine and moves to the other
+one: it keeps its blocks until the other engine has a copy, or it ends where it is.
 
-The machines, block pools, caches and bytes are real; messages, copies, time and what else takes the
+State machines, block pools, caches and bytes are real; messages, copies, time and other use of
 memory are moves. A state is the whole world: small, so that it is copied for each move.
 """
 
@@ -62,7 +62,7 @@ LIMIT_S, LEASE_S, LINK_WAIT_S = 4.0, 9.0, 5.0
 
 
 def hashes_of(owner: int) -> list[BlockHash]:
-    """Of the prefix that this engine has at first, and the other one wants."""
+    """The hashes of the prefix that this engine has at first, and the other one fetches."""
     return block_hashes(root_hash("toy"), [owner + 1] * PREFIX_BLOCKS, BLOCK_SIZE)
 
 
@@ -71,7 +71,7 @@ def content(block_hash: BlockHash) -> bytes:
 
 
 class Peer:
-    """One of the two engines. `inbox`: what the other sent to each of its machines."""
+    """One of the two engines. `to_source`, `to_puller`: messages from the other engine."""
 
     def __init__(self, number: int, clock: FakeClock, num_blocks: int, *, is_running: bool) -> None:
         self.number, self.name, self.other = number, NAMES[number], NAMES[1 - number]
@@ -88,7 +88,7 @@ class Peer:
         self.out: list[tuple[bool, Message]] = []  # whether it is for the other's source
         self.pins: dict[str, Fence] = {}
         self.prefix: BorrowedPrefix | None = None
-        self.end: str | None = None  # of its fetch
+        self.end: str | None = None  # how its fetch ended
         self.pull: MemoryPull | None = None
         self.reports: list[PullEnded] = []
         blocks = self.pool.allocate(PREFIX_BLOCKS) or []
@@ -99,7 +99,7 @@ class Peer:
         self.pool.release(blocks)
 
     def begin(self) -> None:
-        """A prompt with the other's prefix comes; it is computed where there is no room."""
+        """A prompt with the other's prefix arrives; without room for a fetch it is computed."""
         self.prefix = self.lent.borrow(hashes_of(1 - self.number))
         if self.prefix is None:
             self.end = "no room"
@@ -111,21 +111,21 @@ class Peer:
         self.feed_puller(Intended(ticket, "key", hashes, len(hashes), due_s, reserved))
 
     def leave(self) -> None:
-        """The request that runs here has moved, or is over."""
+        """The request that runs here has moved, or has ended."""
         assert self.running is not None
         assert self.cache.match(hashes_of(self.number)) == [*self.running.block_ids], "it lost them"
         self.running.close()
         self.running = None
 
     def reuse(self) -> None:
-        """Another request takes all that can be had, writes, and is gone."""
+        """Another request takes all available blocks, writes to them and ends."""
         blocks = self.pool.allocate(self.pool.num_available) or []
         for block_id in blocks:
             self.memory.block(block_id)[:] = b"\xee" * BLOCK_BYTES
         self.pool.release(blocks)
 
     def copy(self, sources: MemoryPool) -> None:
-        """The next byte."""
+        """Copy the next byte."""
         assert self.pull is not None
         self.pull._window.source = sources
         self.pull.advance(1)
@@ -147,7 +147,7 @@ class Peer:
                     self.lent.give_back(self.pins.pop(transfer_id))
 
     def _pin(self, ticket: Ticket, hashes: tuple[BlockHash, ...]) -> None:
-        """As node/peers/prefixes.py and the engine do."""
+        """Pin the prefix as node/peers/prefixes.py and the engine do."""
         transfer_id = ticket.transfer_id
         lent = self.lent.lend(hashes)
         if lent is None:
@@ -194,7 +194,7 @@ class Peer:
         self.end = how
 
     def check(self) -> None:
-        """What must hold in each state; forgets what no behaviour depends on."""
+        """Check the invariants of a state; reset what does not affect behaviour."""
         self.pool.num_releases = 0
         self.pool._free.sort(reverse=True)
         owners = Counter(b for fence in self.pool.open_fences for b in fence.block_ids)
@@ -212,7 +212,7 @@ class Peer:
 
 @dataclass
 class World:
-    """Both, linked either way, before either prompt has come."""
+    """Both engines, linked both ways, before either prompt has arrived."""
 
     clock: FakeClock
     peers: list[Peer]
@@ -237,7 +237,7 @@ class World:
         self._carry()
 
     def own_moves(self) -> Iterator[tuple[str, int]]:
-        """What needs neither a fault nor time."""
+        """The moves that need neither a fault nor time."""
         for peer in self.peers:
             number = peer.number
             if not self.begun[number]:
@@ -249,7 +249,7 @@ class World:
                 yield "copy", number
             if peer.reports:
                 yield "report", number
-            # A request whose move failed stays until it ends: which is any time from then on.
+            # A request whose move failed stays until it ends, at any later time.
             if peer.running is not None and self.peers[1 - number].end is not None:
                 yield "leave", number
 
@@ -321,14 +321,15 @@ class World:
 
 @dataclass
 class Found:
-    """What a search without a violation has seen. `ends`: of both fetches, in final states."""
+    """The statistics of a search without a violation. `ends`: of both fetches, in final states."""
 
     num_states: int
     ends: Counter[tuple[str | None, ...]]
 
 
 def search(num_blocks: int, max_faults: int, *, is_running: bool = False) -> Found:
-    """Every state within so many faults. Raises AssertionError, with the story that leads there."""
+    """Search every state within `max_faults` faults. Raises AssertionError with the sequence of
+    moves."""
     first = World.new(num_blocks, is_running=is_running)
     seen: set[Hashable] = {first.key()}
     calmed: set[Hashable] = set()
@@ -356,7 +357,7 @@ def search(num_blocks: int, max_faults: int, *, is_running: bool = False) -> Fou
 
 
 def _calm(world: World, calmed: set[Hashable], found: Found) -> None:
-    """With no more faults both prompts go on, and nothing is left."""
+    """Without more faults both prompts are served, and nothing is left."""
     way, after = [], forked(world)
     while (key := after.key()) not in calmed:
         way.append(key)

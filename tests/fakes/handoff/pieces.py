@@ -1,4 +1,4 @@
-"""Pieces of blocks in tests: some heads of all layers."""
+"""Pieces of blocks for tests: some heads of all layers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Two ends of a channel: of sockets, or played, without descriptors.
+"""Two ends of a channel: over sockets, or simulated without descriptors.
 
-A played end is as a `Channel`: what is sent to it waits until it is read, also behind the end.
+A simulated end behaves like a `Channel`: messages sent to it wait until they are read, even after
+the end of the channel.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from baton.core.channels.channel import Channel, ChannelBroken
 
 
 class PlayedChannel:
-    """One end. Its inbox (fakes.node.inbox) knows it by `fileno`, which no descriptor has."""
+    """One end. Its inbox (fakes.node.inbox) identifies it by `fileno`, which is no real
+    descriptor."""
 
     _num_made = 0
 
@@ -32,7 +34,7 @@ class PlayedChannel:
         return self._number
 
     def watch(self, on_arrival: Callable[[], None]) -> None:
-        """It is called once for each thing that can be received."""
+        """Set a callback for each item that can be received."""
         self._on_arrival = on_arrival
         for _ in self._waiting:
             on_arrival()
@@ -51,14 +53,14 @@ class PlayedChannel:
     def flush(self) -> None: ...
 
     def receive(self) -> tuple[list[bytes], bool]:
-        """One thing at a time."""
+        """Receive one item at a time."""
         if not self._waiting:
             return [], False
         payload = self._waiting.popleft()
         return ([], True) if payload is None else ([payload], False)
 
     def cut(self) -> None:
-        """Both ends find it over."""
+        """End the channel for both sides."""
         for end in (self, self._other):
             if not end.is_cut:
                 end.is_cut = True
@@ -71,12 +73,12 @@ class PlayedChannel:
 
 
 class SocketChannel(Channel):
-    """The real one, which a test may break."""
+    """The real channel, which a test may break."""
 
     is_cut = False
 
     def cut(self) -> None:
-        """Both ends find it over."""
+        """End the channel for both sides."""
         self.is_cut = True
         self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -1,6 +1,6 @@
-"""Where gateways reach an engine that a test plays: sockets, and the listener's handshake.
+"""The listening sockets of an engine that a test simulates, with the listener's handshake.
 
-What follows on a connection is up to whoever plays.
+The test handles everything after the handshake.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from baton.core.channels.handshake import ANSWER_BYTES, OPENING_BYTES, Listener
 from baton.core.errors import Unauthenticated
 
 HOST = "127.0.0.1"
-ANOTHER_HOST = "0" * 2 * HOST_ID_BYTES  # of engines that are reached by TCP all the same
+ANOTHER_HOST = "0" * 2 * HOST_ID_BYTES  # of engines that are reached by TCP although they run here
 
 
 class EngineConnection:
-    """A gateway's, once it is accepted."""
+    """The connection of a gateway, after the handshake."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
     def send(self, *payloads: bytes) -> None:
-        """Each a frame, all of them in one write."""
+        """Send each payload as a frame, all in one write."""
         self.writer.write(b"".join(map(encode_payload, payloads)))
 
     async def receive(self) -> bytes:
-        """The next frame's payload. Raises asyncio.IncompleteReadError at the end, OSError."""
+        """The payload of the next frame. Raises asyncio.IncompleteReadError at the end, OSError."""
         length = decode_length(await self.reader.readexactly(LENGTH_BYTES))
         return await self.reader.readexactly(length)
 
@@ -41,9 +41,9 @@ Serve = Callable[[EngineConnection], Awaitable[None]]
 
 
 class EngineDoor:
-    """`serve` has every gateway's connection, which ends when it returns.
+    """`serve` gets every gateway's connection, which ends when it returns.
 
-    `refusal`: told to every gateway instead, unless it is empty.
+    `refusal`: unless empty, sent to every gateway instead.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class EngineDoor:
         self._serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def listen(self, port: int = 0) -> int:
-        """At a port, any free one if it is 0; returns which."""
+        """Listen on a TCP port, any free one if it is 0; returns the port."""
         self._server = await asyncio.start_server(self._accept, HOST, port, ssl=self._tls)
         port = self._server.sockets[0].getsockname()[1]
         self._address = f"{HOST}:{port}"
         return port
 
     async def listen_here(self) -> None:
-        """At the unix socket of an engine of this host."""
+        """Listen on the unix socket of an engine of this host."""
         local = socket.socket(socket.AF_UNIX)
         local.bind(socket_address(self._incarnation, SOCKET))
         self._server = await asyncio.start_unix_server(self._accept, sock=local)
 
     async def close(self) -> None:
-        """Nobody is accepted any more, and all connections break."""
+        """Accept no more connections and break all existing ones."""
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -1,4 +1,4 @@
-"""Inboxes whose emptiness a test can see; one is without sockets, and so without descriptors."""
+"""Inboxes that a test can check for emptiness; one of them needs no sockets and no descriptors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .channel_pairs import PlayedChannel
 
 
 class SocketInbox(Inbox[Item]):
-    """The real one. It is empty when nothing would be received."""
+    """The real inbox. It is empty when a receive would return nothing."""
 
     def empty(self) -> bool:
         return not self._epoll.poll(0)
 
 
 class FakeInbox:
-    """What the test puts and what comes on channels is what the loop receives, in that order;
-    threads may put.
+    """The loop receives what the test puts and what arrives on channels, in that order; threads may
+    put.
     """
 
     def __init__(self) -> None:
@@ -62,6 +62,6 @@ class FakeInbox:
 
 @dataclass(frozen=True)
 class _Arrival:
-    """Something can be received on a channel."""
+    """A notice that a channel has something to receive."""
 
     fileno: int

@@ -1,8 +1,8 @@
-"""A process of somebody else: most often another user of the host. It knows addresses and methods,
-and no secret.
+"""A foreign process, usually of another user of the host. It knows addresses and methods, but no
+secret.
 
-`intruder` starts it and gives it orders. What runs in it is `PROGRAM`, whole: it imports gRPC and
-nothing of ours, and then becomes that user, who need not be able to read our files.
+`intruder` starts it and sends it orders. It runs only `PROGRAM`, which imports gRPC and no code of
+ours, and then switches to that user, who may lack the rights to read our files.
 """
 
 from __future__ import annotations
@@ -223,12 +223,12 @@ asyncio.run(main())
 
 @dataclass
 class Intruder:
-    """One order at a time; any thread may give it."""
+    """Executes one order at a time; any thread may send it."""
 
     process: subprocess.Popen[str]
 
     def do(self, what: str, **how: Any) -> Any:
-        """Give an order (a function's name in PROGRAM) and wait for what comes of it."""
+        """Send an order (a function's name in PROGRAM) and wait for its result."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps({"do": what, **how}) + "\n")
         self.process.stdin.flush()
@@ -237,7 +237,7 @@ class Intruder:
 
 @contextmanager
 def intruder(user: str = "nobody") -> Iterator[Intruder]:
-    """As this user: for root alone."""
+    """Start it as this user: for root only."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(pwd.getpwnam(user).pw_uid)],
         stdin=subprocess.PIPE,

@@ -1,5 +1,5 @@
-"""Two network namespaces with a wire between them: to what runs in them two hosts, without shared
-memory. Knows no product.
+"""Two network namespaces with a wire between them: for the processes in them, two hosts without
+shared memory. Knows no product.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def ip(*arguments: str) -> None:
 
 @dataclass(frozen=True)
 class Wire:
-    """To another namespace of this `name`; its ends by their devices and addresses, ours is near
+    """A wire to another namespace `name`, with devices and addresses of both ends; our end is near
     and `here`."""
 
     name: str
@@ -30,8 +30,8 @@ class Wire:
 
     @contextlib.contextmanager
     def cut(self) -> Iterator[None]:
-        """Nothing passes between the hosts, and nobody is told: each takes the other for a machine
-        that is not there."""
+        """Drop all packets between the hosts without notice: each sees the other as a dead
+        machine."""
         ends = ((("-n", self.name), self.here, self.far), ((), self.there, self.near))
         nobody = ("lladdr", "02:00:00:00:00:01", "nud", "permanent")
         for where, address, device in ends:
@@ -45,7 +45,7 @@ class Wire:
 
 @contextlib.contextmanager
 def second_host(subnet: str) -> Iterator[Wire]:
-    """`subnet`: three numbers that nobody else on this machine has. Skips without the rights."""
+    """`subnet`: the first three numbers, unused on this machine. Skips without the rights."""
     name = f"baton-{os.getpid()}"
     near, far = f"bt{os.getpid() % 10**6}a", f"bt{os.getpid() % 10**6}b"
     here, there = f"{subnet}.1", f"{subnet}.2"
@@ -62,4 +62,4 @@ def second_host(subnet: str) -> Iterator[Wire]:
         ip("-n", name, "addr", "add", f"{there}/30", "dev", far)
         yield Wire(name, near, far, here, there)
     finally:
-        ip("netns", "del", name)  # and with it both ends of the wire
+        ip("netns", "del", name)  # deletes both ends of the wire

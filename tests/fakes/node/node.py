@@ -1,9 +1,9 @@
-"""A node with an engine that has no model: serves gateways' channels with tokens from a formula.
+"""A node with an engine without a model: serves gateways' channels with tokens from a formula.
 
-Prefill answers with the first token, decode with the others, each from its own script of delays, so
-the two streams race as they do in life. The decode side does not wait for a hand-off. What the
-gateway sent is kept for the test to look at; `is_silent`, `kill` and `kill_engine` play a sick one.
-At the node's own address somebody accepts, and says nothing.
+Prefill sends the first token, decode the others, each with its own script of delays, so that the
+two streams race as in production. Decode does not wait for a hand-off. Messages from the gateway
+are kept for the test; `is_silent`, `kill` and `kill_engine` simulate a faulty node. The node's own
+address accepts connections and never responds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEARTBEAT_S = 0.05
 
 
 def token_at(prompt: Sequence[int], index: int) -> int:
-    """The formula: letters that depend on the prompt and the position, as a model's tokens do."""
+    """The formula: letters that depend on prompt and position, like a model's tokens."""
     return ord("a") + (sum(prompt) + 7 * index) % 26
 
 
@@ -44,36 +44,36 @@ def _scores(num_best: int) -> common_pb2.TokenLogprobs:
 
 
 def expected_text(prompt: str, max_tokens: int) -> str:
-    """What a request for this text and the byte tokenizer must bring."""
+    """The expected output of a request for this text with the byte tokenizer."""
     ids = list(prompt.encode())
     return "".join(chr(token_at(ids, i)) for i in range(max_tokens))
 
 
 @dataclass
 class FakeNode:
-    """`await start()`, then `member` can be announced. `token_s`: the time that a token takes."""
+    """`await start()`, then `member` can be announced. `token_s`: the time per token."""
 
     role: Role
     name: str
     incarnation: str
-    sources: Sequence[str] = ()  # a decode node's links
+    sources: Sequence[str] = ()  # the links of a decode node
     model: str = "demo"
     secret: str | None = None
     first_token_s: float = 0.0
     token_s: float = 0.0
     max_model_len: int = 512
     num_blocks: int = 66
-    error: BatonError | None = None  # every dispatch is answered with it
+    error: BatonError | None = None  # the response to every dispatch
     is_silent: bool = False
     can_constrain: bool = True
-    # What it writes, to its end, as ids or in bytes as tokens, or what gives that; empty: by the
+    # The whole output, as ids or as bytes for tokens, or a function that returns it; empty: the
     # formula.
     answer: str | Sequence[int] | Callable[[Request], str] = ""
     dispatched: list[node_pb2.Dispatch] = field(default_factory=list)
     cancelled: list[tuple[str, int, float]] = field(default_factory=list)  # id, attempt, time
     num_sessions: int = 0
-    num_requests: int = 0  # that run here
-    most_requests: int = 0  # that ever did at once
+    num_requests: int = 0  # requests running here
+    most_requests: int = 0  # the most that ever ran at once
     max_num_seqs: int = 0
     step_cost: node_pb2.StepCost | None = None
     _node: asyncio.Server | None = None
@@ -108,20 +108,20 @@ class FakeNode:
         return self
 
     async def kill(self) -> None:
-        """All connections break at once, and nobody answers any more."""
+        """Break all connections at once and accept no more."""
         if self._node is not None:
             self._node.close()
             self._node = None
         await self.kill_engine()
 
     async def kill_engine(self) -> None:
-        """The same of the engine alone."""
+        """The same for the engine alone."""
         if self._door is not None:
             await self._door.close()
             self._door = None
 
     async def tokens(self, request: Request, send: Any) -> None:
-        """Play one dispatch: `send(RequestOutput fields)`."""
+        """Execute one dispatch: `send(RequestOutput fields)`."""
         base = len(request.output_token_ids)
         last = request.sampling.max_tokens - 1
         if text := self._text(request):
@@ -209,7 +209,7 @@ class FakeNode:
 
 
 class _Gateway:
-    """One gateway's connection."""
+    """The connection of one gateway."""
 
     def __init__(self, node: FakeNode, connection: EngineConnection) -> None:
         self._node = node
@@ -218,7 +218,7 @@ class _Gateway:
         self._outgoing: asyncio.Queue[node_pb2.NodeMessage] = asyncio.Queue()
 
     async def serve(self) -> None:
-        """Until it ends. Raises asyncio.IncompleteReadError, OSError."""
+        """Serve until the connection ends. Raises asyncio.IncompleteReadError, OSError."""
         node = self._node
         node.num_sessions += 1
         self._outgoing.put_nowait(node.welcome())
@@ -242,7 +242,7 @@ class _Gateway:
                 task.cancel()
 
     def _refuse_adapter(self, order: node_pb2.LoadAdapter) -> None:
-        """As an engine without --enable-lora does."""
+        """Refuse as an engine without --enable-lora does."""
         error = codec.error_to_wire(InvalidRequest("this engine serves no LoRA adapters", "model"))
         loaded = node_pb2.AdapterLoaded(order_id=order.order_id, error=error)
         self._outgoing.put_nowait(node_pb2.NodeMessage(adapter_loaded=loaded))
@@ -278,8 +278,8 @@ class _Gateway:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _write(self) -> None:
-        """As far as the gateway reads."""
-        with suppress(OSError):  # whoever reads finds it over
+        """Write as fast as the gateway reads."""
+        with suppress(OSError):  # the reader notices the end
             while True:
                 message = await self._outgoing.get()
                 self._connection.send(message.SerializeToString())

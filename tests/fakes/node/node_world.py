@@ -1,7 +1,8 @@
-"""A prefill and a decode engine, each with its role and loop, in one thread; the test is the rest.
+"""A prefill and a decode engine, each with its role and loop, in one thread, driven by a test.
 
-The test plays gateways, network and copy engine: it decides who takes a turn, when a pull advances,
-when the pair's channel breaks. The model is `fakes.runner`'s, so that wrong KV shows in the tokens.
+The test simulates gateways, network and copy engine: it decides which loop takes a turn, when a
+pull advances, when the channel breaks. The model is that of `fakes.runner`, so that wrong KV
+changes the tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ VOCAB_SIZE = 1000
 LEASE_S, LINK_WAIT_S = 10.0, 5.0
 GATEWAY = "gateway"
 
-# No grammar has to be compiled, no adapter read.
+# No grammar is compiled, no adapter read.
 _OPEN_GATE: Any = SimpleNamespace(
     num_waiting=0, admits=lambda *_: True, gateway_lost=lambda _: None,
     released=lambda gated: gated.message,
@@ -66,7 +67,7 @@ _OPEN_GATE: Any = SimpleNamespace(
 
 @dataclass
 class Received:
-    """What the gateway heard of one request from one engine."""
+    """The outputs that the gateway received for one request from one engine."""
 
     tokens: dict[int, int] = field(default_factory=dict)  # index -> token id
     finish_reason: FinishReason | None = None
@@ -101,7 +102,7 @@ class Received:
 
 
 class Node:
-    """One engine with its role and loop. `received[key]` is what it told the world's gateways."""
+    """One engine with its role and loop. `received[key]`: its outputs to the world's gateways."""
 
     def __init__(
         self,
@@ -138,22 +139,22 @@ class Node:
         )
         self.hello = Hello(incarnation, {"model": "toy"})
         self.inbox = inbox
-        self.frames: list[engine_pb2.EngineOutput] = []  # what the supervisor was told
+        self.frames: list[engine_pb2.EngineOutput] = []  # sent to the supervisor
         self.members: list[engine_pb2.Members] = []
         self.channels = EngineChannels(inbox, node_pb2.Welcome(incarnation=incarnation))
         self.cache_report = CacheReport(self.frames.append)
         self.desk = RequestIO(self.channels.to_gateway, clock, incarnation[:1], VOCAB_SIZE)
         self.clock = clock
         self.received: dict[str, Received] = {}
-        self.timeout_s = math.inf  # what the last turn said about the next one
-        self._gateways: dict[str, AnyChannel] = {}  # their ends
-        self.sent: list[node_pb2.NodeMessage | Message | Refused] = []  # on played channels
+        self.timeout_s = math.inf  # returned by the last turn for the next one
+        self._gateways: dict[str, AnyChannel] = {}  # the gateways' ends
+        self.sent: list[node_pb2.NodeMessage | Message | Refused] = []  # on simulated channels
 
     def _count(self, step: int) -> None:
         self.pool.num_steps = step
 
     def peers(self, transport: MemoryTransport, lease_s: float) -> Peers:
-        """What it lends to its peers and pulls from them."""
+        """The part that lends KV to peers and pulls KV from them."""
         hello, name = self.hello, self.incarnation
         source = Source(hello, self.clock, lease_s, ACCESS)
         puller = Puller(hello, self.clock, LINK_WAIT_S)
@@ -194,38 +195,39 @@ class Node:
     # -- who is linked -------------------------------------------------------------------------
 
     def link(self, kind: Kind, name: str, channel: AnyChannel) -> Link:
-        """`sent` gets what a played channel is given."""
+        """`sent` gets the messages sent on a simulated channel."""
         unpack = node_pb2.NodeMessage.FromString if kind is Kind.GATEWAY else decode
         if isinstance(channel, PlayedChannel):
             channel.on_send = lambda payload: self.sent.append(unpack(payload))
         return Link(kind, name, channel)
 
     def join(self, kind: Kind, name: str, channel: AnyChannel, *, opens_late: bool = False) -> None:
-        """A link stands from the next turn on."""
+        """Add a link that exists from the next turn on."""
         link = self.link(kind, name, channel)
         link.opens_late = opens_late
         self.inbox.put(link)
 
     def connect(self, name: str) -> AnyChannel:
-        """A gateway's end of a new channel, which is the caller's."""
+        """Open a channel; returns the gateway's end, which the caller owns."""
         ours, theirs = self._make_pair()
         self.join(Kind.GATEWAY, name, ours)
         return theirs
 
     def hear_gateway(self, message: node_pb2.GatewayMessage, name: str = GATEWAY) -> None:
-        """The world's gateway of that name says so; it is linked at once, if it is not."""
+        """Deliver a message from the world's gateway of that name, which is linked at once if
+        needed."""
         if name not in self._gateways:
             ours, self._gateways[name] = self._make_pair()
             self.channels.add(self.link(Kind.GATEWAY, name, ours))
         self._gateways[name].send(message.SerializeToString())
 
     def lose_gateway(self, name: str = GATEWAY) -> None:
-        """It hangs up."""
+        """Close the gateway's end of the channel."""
         if (gateway := self._gateways.pop(name, None)) is not None:
             gateway.close()
 
     def take_outputs(self) -> None:
-        """What the world's gateways have heard."""
+        """Take the outputs that the world's gateways received."""
         for gateway in self._gateways.values():
             while payloads := gateway.receive()[0]:
                 for output in _outputs(payloads):
@@ -238,7 +240,7 @@ class Node:
         return self.inbox.empty() and self.timeout_s != 0.0
 
     def close(self) -> None:
-        """Of a node with real sockets."""
+        """Close a node with real sockets."""
         self.channels.close()
         for name in [*self._gateways]:
             self.lose_gateway(name)
@@ -246,7 +248,7 @@ class Node:
             self.inbox.close()
 
     def is_clean(self) -> bool:
-        """Nothing held for anybody, and all references accounted for."""
+        """Whether nothing is held for any request, and all block references are accounted for."""
         check_integrity(self.engine)
         ledger = self.loop.ledger()
         return not (ledger["requests"] or ledger["transfers"]) and (
@@ -260,7 +262,7 @@ def _outputs(payloads: Iterable[bytes]) -> Iterator[node_pb2.RequestOutput]:
 
 
 class _Transport(MemoryTransport):
-    """Remembers its windows: the test turns their cranks."""
+    """Records its windows, whose pulls the test advances."""
 
     def __init__(
         self, pool: MemoryPool, sources: dict[str, MemoryPool], windows: list[MemoryWindow]
@@ -287,7 +289,7 @@ class NodeWorld:
     ) -> None:
         """`is_wired`: with real sockets; `wired_world` closes them.
 
-        `counts_steps`: the prefill engine runs ahead, and tells of chunks when it launches them.
+        `counts_steps`: the prefill engine runs ahead, and announces chunks when it launches them.
         """
         self.clock = FakeClock()
         self._make_pair: MakePair = socket_pair if is_wired else played_pair
@@ -299,9 +301,9 @@ class NodeWorld:
         self.decode = Node(self.clock, PULLER, decode_blocks, 64, False, *of_decode)
         p, d = self.prefill, self.decode
         pools = {node.incarnation: node.pool for node in (p, d)}
-        self.windows: list[MemoryWindow] = []  # of both
+        self.windows: list[MemoryWindow] = []  # of both engines
         self.ends: tuple[AnyChannel, ...] = ()  # of the pair's channel: the source's, the puller's
-        self.back_ends: tuple[AnyChannel, ...] = ()  # of the other one, by which prefill pulls
+        self.back_ends: tuple[AnyChannel, ...] = ()  # of the other channel, by which prefill pulls
         to_p, to_d = (_Transport(node.pool, pools, self.windows) for node in (p, d))
         of_p, of_d = p.peers(to_p, LEASE_S), d.peers(to_d, LEASE_S)
         p.start(PrefillRole(p.engine, p.desk, of_p, self.clock), of_p)
@@ -326,13 +328,13 @@ class NodeWorld:
         self.prefill.join(Kind.SOURCE, PULLER, self.back_ends[1], opens_late=True)
 
     def unlink(self) -> None:
-        """Break the channels: both sides find them over, behind what came before."""
+        """Break the channels: both sides see their end after all earlier messages."""
         for ends in (self.ends, self.back_ends):
             if ends and not ends[0].is_closed:
                 ends[0].cut()
 
     def hear_peer(self, node: Node, message: Message) -> None:
-        """`node` gets this from its peer, if they are linked."""
+        """Deliver a message from its peer to `node`, if they are linked."""
         if self.is_linked:
             self.ends[node is self.prefill].send(encode(message))
 
@@ -359,7 +361,7 @@ class NodeWorld:
             node.hear_gateway(message)
 
     def tokens(self, request: Request) -> list[int]:
-        """The request's tokens from both nodes, which must be without gap or double."""
+        """The request's tokens from both nodes; asserts that there is no gap and no duplicate."""
         merged: dict[int, int] = {}
         for node in (self.prefill, self.decode):
             tokens = node.received.get(request.key, Received()).tokens
@@ -372,13 +374,13 @@ class NodeWorld:
     # -- time ----------------------------------------------------------------------------------
 
     def turn(self, node: Node) -> None:
-        """One turn of the node's loop, which does not wait."""
+        """One turn of the node's loop, without waiting."""
         node.timeout_s = node.loop.turn(0.0)
         node.take_outputs()
         self._check_fences(node)
 
     def _check_fences(self, node: Node) -> None:
-        """What a pull in flight writes to is kept for it."""
+        """Check that the destination blocks of pulls in flight are not released."""
         for window in self.windows:
             if window.destination is node.pool:
                 for block_id in window.destinations:
@@ -395,7 +397,7 @@ class NodeWorld:
         return sum(len(window.pulls) for window in self.windows)
 
     def settle(self) -> None:
-        """Let everything happen that happens without time passing."""
+        """Run everything that happens without time passing."""
         for _ in range(1000):
             self.turn(self.prefill)
             self.turn(self.decode)

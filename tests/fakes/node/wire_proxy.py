@@ -1,8 +1,8 @@
-"""A TCP proxy that resets connections after so many bytes, or lets bytes of a direction vanish.
+"""A TCP proxy that resets connections after some bytes, or drops the bytes of a direction.
 
     puller ══ WireProxy ══► source        ON: what the puller sends      BACK: what the source sends
 
-It knows nothing of what is said. A reset goes to both ends, as a RST.
+It does not interpret the bytes. A reset goes to both ends, as a RST.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ ON, BACK = "on", "back"
 
 
 class WireProxy:
-    """In front of a port of this host. `lost`: the directions whose bytes vanish.
+    """Listens in front of a port of this host. `lost`: the directions whose bytes are dropped.
 
-    `delay_s`: before each `at_once_bytes` are passed on.
+    `delay_s`: the delay before each `at_once_bytes` are passed on.
     """
 
     def __init__(self, target_port: int, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -28,10 +28,10 @@ class WireProxy:
         self.at_once_bytes = 65536
         self.num_connections = 0
         self.num_resets = 0
-        self.resets_all = False  # every connection that comes
+        self.resets_all = False  # every new connection
         self._target_port = target_port
         self._lock = threading.Lock()
-        # By direction: bytes to pass until it happens, and what is lost then; None: a reset.
+        # By direction: bytes to pass until the event, and the directions lost then; None: a reset.
         self._cuts: dict[str, tuple[int, frozenset[str] | None]] = {}
         self._again_bytes: int | None = None
         self._open: set[tuple[socket.socket, socket.socket]] = set()
@@ -40,27 +40,27 @@ class WireProxy:
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()
 
     def cut_after(self, num_bytes: int, way: str) -> None:
-        """Reset once, when so many more bytes have passed this way."""
+        """Reset once, after `num_bytes` more bytes in this direction."""
         with self._lock:
             self._cuts[way] = (num_bytes, None)
 
     def cut_every(self, num_bytes: int, way: str) -> None:
-        """Reset each time when so many more bytes have passed this way."""
+        """Reset each time after `num_bytes` more bytes in this direction."""
         self._again_bytes = num_bytes
         self.cut_after(num_bytes, way)
 
     def lose_after(self, num_bytes: int, way: str, lost: frozenset[str]) -> None:
-        """Set `lost` once, when so many more bytes have passed this way."""
+        """Set `lost` once, after `num_bytes` more bytes in this direction."""
         with self._lock:
             self._cuts[way] = (num_bytes, lost)
 
     @property
     def has_cut(self) -> bool:
-        """Whether all resets that were asked for have happened."""
+        """Whether all requested resets have happened."""
         return not self._cuts
 
     def reset_all(self) -> int:
-        """Reset what is open now; returns how many connections that were."""
+        """Reset all open connections; returns their number."""
         with self._lock:
             pairs = list(self._open)
         for pair in pairs:
@@ -112,11 +112,11 @@ class WireProxy:
                 if is_reset:
                     self._reset(pair)
                     return
-            if pair in self._open and way not in self.lost:  # an end vanishes too
+            if pair in self._open and way not in self.lost:  # the end of the stream is dropped too
                 target.shutdown(socket.SHUT_WR)
 
     def _take(self, data: bytes, way: str) -> tuple[bytes, bool]:
-        """What passes of this, and whether the connection is reset behind it."""
+        """Returns the bytes to pass on, and whether to reset the connection after them."""
         with self._lock:
             is_lost = way in self.lost
             if way in self._cuts:
@@ -145,6 +145,6 @@ class WireProxy:
 def _send_reset(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        # Another thread may sit in recv and keep the socket open: wake it, without a FIN.
+        # Another thread may block in recv and keep the socket open: wake it, without a FIN.
         connection.shutdown(socket.SHUT_RD)
     connection.close()

@@ -1,4 +1,4 @@
-"""A prefill and a decode node as processes, sessions with both engines, hand-offs between them."""
+"""A prefill and a decode node as processes, with test sessions to both engines, and hand-offs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class Nodes:
     prefill: NodeProcess
     decode: NodeProcess
     redis_url: str
-    flags: tuple[str, ...] = ()  # of both
+    flags: tuple[str, ...] = ()  # of both nodes
 
 
 def wait_for_no_process(timeout_s: float = 10.0) -> None:
-    """A killed supervisor takes rank 0 with it, and that the other ranks."""
+    """Wait until no process is left: with a killed supervisor rank 0 ends, and with it the other
+    ranks."""
     deadline_s = time.monotonic() + timeout_s
     while marked_processes(OUR_MARK):
         assert time.monotonic() < deadline_s, "a process is left"
@@ -58,7 +59,7 @@ class Pair:
         key, heard = request.key, self.decode.heard
         await self.decode.until(lambda: key in heard and heard[key].is_over)
         assert not heard[key].error
-        # The two sessions have no order: what the source sent first may be read last.
+        # The sessions are not ordered: what the source sent first may be read last.
         first = self.prefill.heard
         await self.prefill.until(lambda: key in first and bool(first[key].tokens))
         return first[key].tokens + heard[key].tokens
@@ -66,9 +67,9 @@ class Pair:
 
 @asynccontextmanager
 async def connected(nodes: Nodes, *, without: str = "") -> AsyncIterator[Pair]:
-    """Sessions with the engines of the moment, once they are linked.
+    """Sessions with the current engines, once they are linked.
 
-    `without`: an engine that has ended, as the directory will know soon.
+    `without`: an engine that has ended, as the directory will show soon.
     """
     addresses = {nodes.prefill.address, nodes.decode.address}
 

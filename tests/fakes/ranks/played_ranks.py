@@ -1,7 +1,7 @@
-"""The ranks of an engine as threads of this process: no time to start, and all of the real code.
+"""The ranks of an engine as threads of this process: no start-up time, and all of the real code.
 
-What plays a process ends when its channel does. One that is killed while it waits for another stage
-waits on, since nothing that it waits for is closed by its death: it is left behind.
+A rank's thread ends when its channel does. A rank that is killed while it waits for another stage
+keeps waiting, since its death does not close what it waits for: its thread is abandoned.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class PlayedProcess:
         try:
             rank_worker.follow(self.channel, keep)
         except OSError:
-            return  # rank 0 is gone
+            return  # rank 0 has ended
         finally:
             if self._runner is not None:
                 self._runner.close()
 
     @property
     def runner(self) -> ModelRunner:
-        """Once it is loaded."""
+        """The rank's runner, once it is loaded."""
         assert self._has_loaded.wait(20)
         assert self._runner is not None
         return self._runner
@@ -60,7 +60,7 @@ class PlayedProcess:
 
 
 def play_ranks(monkeypatch: pytest.MonkeyPatch) -> list[PlayedProcess]:
-    """From now on ranks are played; those that were started, as they come."""
+    """Replace rank processes by threads; returns the list of started ranks, which grows."""
     started: list[PlayedProcess] = []
 
     def start(module: str) -> tuple[PlayedProcess, RankChannel]:

@@ -8,7 +8,7 @@ _TIMEOUT_S = 20.0
 
 
 def tcp_stages(num_stages: int, size: int = 1, *, is_on_gpu: bool = False) -> list[TcpStages]:
-    """Those of each rank, yet to be connected, each by a thread of its own."""
+    """The stages of each rank, not yet connected; each must be connected by a thread of its own."""
     made = []
     for rank in range(num_stages * size):
         link = StageLink(rank, size, "127.0.0.1", b"k" * 32, None)

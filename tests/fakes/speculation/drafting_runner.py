@@ -1,4 +1,4 @@
-"""A fake runner with a fake draft model: both read every token back from KV of their own."""
+"""A fake runner with a fake draft model: each reads every token back from its own KV."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from baton.kernels.sampling.sample_spec import SampleSpec
 
 
 class FakeDraftSteps(FakeRunner):
-    """Draws what the fake runner will, of `rate` of all places: the same ones always.
+    """Drafts what the fake runner will output, at a share `rate` of positions: always the same
+    ones.
 
-    As a GPU's steps any number may be in flight, and a token that follows another one is found by
-    its row. KV that is not the sequence's is an error.
+    As with GPU steps any number may be in flight, and a token that follows another one is found by
+    its row. KV of another sequence is an error.
     """
 
     def __init__(self, *args: int, rate: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rate = rate
         self._rows: list[SampledToken] = []
-        self.num_late_rows = 0  # computed for drafts, beside those that are drawn
+        self.num_late_rows = 0  # computed for drafts, in addition to sampled rows
 
     def launch(self, batch: Sequence[SequenceSlice]) -> FakeStep:
         if self.on_execute is not None:
@@ -32,7 +33,7 @@ class FakeDraftSteps(FakeRunner):
         step = FakeStep(self, [s._replace(block_table=[*s.block_table]) for s in batch])
         self._in_flight.append(step)
         if not any(one.sample for one in batch):
-            step.collect()  # nobody will
+            step.collect()  # no other code will
         return step
 
     def _with_token(self, one: SequenceSlice) -> SequenceSlice:

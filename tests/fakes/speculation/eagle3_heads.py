@@ -1,5 +1,6 @@
-"""EAGLE-3 heads for small models: the formula in plain torch, by construction good at it,
-written as published checkpoints are."""
+"""EAGLE-3 heads for small models: the formula in plain torch, accurate by construction, written
+like published checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, DIM, INNER = 64, 48, 4, 2, 16, 96
-CODE = 32  # numbers of an embedding that tell tokens apart; the last one is 1
-KEPT = (1, 2, 3)  # whose inputs the head reads
-DRAFTED = tuple(id for id in range(VOCAB) if id % 16 != 15)  # its vocabulary
+CODE = 32  # dimensions of an embedding that distinguish tokens; the last one is 1
+KEPT = (1, 2, 3)  # layers whose inputs the head reads
+DRAFTED = tuple(id for id in range(VOCAB) if id % 16 != 15)  # the head's vocabulary
 EPS, THETA = 1e-6, 10_000.0
 
 
 def write_target(folder: Path, architecture: str = "LlamaForCausalLM") -> PreTrainedModel:
-    """A model in which each token has a usual next one, which the others change now and then."""
+    """A model in which each token has a usual next token, which other tokens change now and
+    then."""
     model = write_checkpoint(
         folder,
         architecture=architecture,
@@ -61,7 +63,7 @@ def usual_tokens() -> Tensor:
 
 
 class ReferenceHead(nn.Module):
-    """Without any cache: each draft computes all positions."""
+    """A head without a cache: each draft computes all positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +85,7 @@ class ReferenceHead(nn.Module):
         self.norms = nn.ParameterList([nn.Parameter(torch.ones(HIDDEN)) for _ in range(4)])
 
     def behind(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """[..., tokens, hidden] of both -> the states behind."""
+        """[..., tokens, hidden] of both -> the states after the layer."""
         both = torch.cat([self._norm(embedded, 0), self._norm(states, 1)], -1)
         q, k, v = (_heads(part(both)) for part in (self.q, self.k, self.v))
         q, k = _rotated(q), _rotated(k)
@@ -94,14 +96,14 @@ class ReferenceHead(nn.Module):
         return states + self.down(functional.silu(self.gate(normed)) * self.up(normed))
 
     def logits(self, states: Tensor) -> Tensor:
-        """Of DRAFTED."""
+        """Logits over DRAFTED."""
         return self.head(self._norm(states, 3))
 
     def _norm(self, x: Tensor, which: int) -> Tensor:
         return functional.rms_norm(x, (HIDDEN,), self.norms[which], EPS)
 
     def drafts(self, model: PreTrainedModel, tokens: Sequence[int], most: int) -> list[int]:
-        """Greedy ones behind `tokens`."""
+        """Greedy drafts after `tokens`."""
         with torch.inference_mode():
             embed = model.get_input_embeddings()
             states, found = self.fc(features(model, torch.tensor([tokens])))[0, :-1], [*tokens]
@@ -124,7 +126,7 @@ def _heads(x: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor) -> Tensor:
-    """[..., heads, tokens, dim], the halves turned against each other."""
+    """RoPE on [..., heads, tokens, dim], with rotated halves."""
     frequencies = THETA ** (-torch.arange(0, DIM, 2) / DIM)
     angles = torch.arange(x.shape[-2])[:, None] * frequencies
     first, second = x.chunk(2, -1)
@@ -133,12 +135,13 @@ def _rotated(x: Tensor) -> Tensor:
 
 
 def make_head() -> ReferenceHead:
-    """It attends to its own position most, and knows the usual next tokens; all else is noise."""
+    """It attends mostly to its own position, and predicts the usual next tokens; all else is
+    noise."""
     head, codes = ReferenceHead(), codes_of_tokens()
     with torch.no_grad():
         for part in (head.fc, head.q, head.k, head.v, head.o, head.down, head.head):
             part.weight.mul_(0.2)
-        for part in (head.q, head.k):  # equal vectors: RoPE makes near ones alike
+        for part in (head.q, head.k):  # equal vectors: RoPE makes near positions similar
             part.weight.unflatten(0, (-1, DIM))[:, :3, HIDDEN - 1] += 5.0
         half = torch.eye(DIM)
         for index in range(KV_HEADS):
@@ -152,7 +155,7 @@ def make_head() -> ReferenceHead:
 
 
 def head_config() -> dict[str, object]:
-    """config.json as published ones have it."""
+    """config.json as in published checkpoints."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -174,7 +177,7 @@ def head_config() -> dict[str, object]:
 
 
 def head_tensors(head: ReferenceHead) -> dict[str, Tensor]:
-    """By their published names; the embedding is the model's."""
+    """The tensors by their published names; the embedding is the model's."""
     linears = {
         "fc": head.fc,
         "lm_head": head.head,

@@ -1,5 +1,6 @@
-"""Engines over a model with a draft head, whose every draft is kept; on a clock that stands still,
-so that all drafts pay."""
+"""Engines over a model with a draft head, with all drafts recorded; their clock stands still, so
+that all drafts pay off.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +28,20 @@ from .mtp_heads import write_model_with_head
 
 
 def eagle3(folder: Path) -> dict[str, Any]:
-    """Writes a model with such a head; what --speculative-config says of it."""
+    """Write a model with an EAGLE-3 head; returns its --speculative-config."""
     write_target(folder)
     write_head(folder / "head", head_tensors(make_head()))
     return {"method": "eagle3", "model": str(folder / "head")}
 
 
 def mtp(folder: Path) -> dict[str, Any]:
-    """As eagle3."""
+    """The same with a head for multi-token prediction."""
     write_model_with_head(folder)
     return {"method": "mtp"}
 
 
 class Recorder(DraftModelProposer):
-    """Keeps what was drafted behind which tokens."""
+    """Records the drafts after each context."""
 
     def __init__(self, runner: ModelRunner, most: int) -> None:
         super().__init__(runner, most, is_head=True)
@@ -53,21 +54,21 @@ class Recorder(DraftModelProposer):
         return proposed
 
     def share_of(self, other: Recorder) -> float:
-        """Of the drafts that both made behind the same tokens: how many are the same."""
+        """The share of equal drafts, over the contexts that both have in common."""
         keys = [key for key in self.found.keys() & other.found.keys() if self.found[key]]
         assert keys
         return sum(self.found[key] == other.found[key] for key in keys) / len(keys)
 
 
 class Optimist(OutputLengthEstimator):
-    """Memory runs out, and preemption must repair it."""
+    """Expects no growth: memory runs out, and preemption must repair it."""
 
     def estimate(self, num_generated: int, max_tokens: int) -> int:
         return 1
 
 
 def requests(num: int, max_tokens: int) -> list[Request]:
-    """Greedy ones, drawn ones and filtered ones, with prompts of 5 to 40 tokens."""
+    """Greedy, sampled and top-p requests, with prompts of 5 to 40 tokens."""
     draw = torch.Generator().manual_seed(5)
     found = []
     for index in range(num):
@@ -85,7 +86,7 @@ def requests(num: int, max_tokens: int) -> list[Request]:
 
 
 class HeadEngine:
-    """`fields`: of its limits. Without `recorder` it drafts nothing."""
+    """`fields`: its limits. Without `recorder` it drafts nothing."""
 
     def __init__(
         self, runner: ModelRunner, recorder: Recorder | None, num_blocks: int, **fields: int
@@ -105,7 +106,7 @@ class HeadEngine:
         )
 
     def run(self, asked: Sequence[Request]) -> dict[str, list[Any]]:
-        """All that was output, by request."""
+        """All outputs, by request."""
         found: dict[str, list[Any]] = {}
         for one in asked:
             self.engine.add(one)

@@ -1,5 +1,6 @@
-"""A model of Qwen2's shape with a head for multi-token prediction, as MiMo publishes both, and what
-the head drafts, by transformers' own layer."""
+"""A model of Qwen2's shape with a head for multi-token prediction, in the format of MiMo, and the
+head's drafts computed with transformers' layer.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +22,19 @@ NORMS = ("token", "hidden", "final")
 
 
 class ReferenceMtp:
-    """Without any cache: each draft computes all positions."""
+    """A head without a cache: each draft computes all positions."""
 
     def __init__(self, model: PreTrainedModel, layer: Qwen2DecoderLayer) -> None:
         self.model, self.layer = model, layer
         self.norms = {name: torch.rand(HIDDEN) + 0.5 for name in NORMS}
         self.input = torch.randn(HIDDEN, 2 * HIDDEN) * 0.25
-        self.input[:, HIDDEN:] += torch.eye(HIDDEN)  # the token is what tells the next one
+        self.input[:, HIDDEN:] += torch.eye(HIDDEN)  # the token determines the next one
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return functional.rms_norm(x, (HIDDEN,), self.norms[name], self.model.config.rms_norm_eps)
 
     def drafts(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Greedy ones behind `tokens`."""
+        """Greedy drafts after `tokens`."""
         decoder, found = self.model.model, [*tokens]
         with torch.inference_mode():
             states = decoder(torch.tensor([tokens])).last_hidden_state[:, :-1]
@@ -52,14 +53,14 @@ class ReferenceMtp:
         return found[len(tokens) :]
 
     def tensors(self) -> dict[str, Tensor]:
-        """By their published names."""
+        """The tensors by their published names."""
         found = {f"{PREFIX}.{name}": one.detach() for name, one in self.layer.named_parameters()}
         found |= {f"{PREFIX}.{name}_layernorm.weight": one for name, one in self.norms.items()}
         return found | {f"{PREFIX}.input_proj.weight": self.input}
 
 
 def write_model_with_head(folder: Path, attention: float = 1.0) -> ReferenceMtp:
-    """The head's attention adds so many times as much as by itself."""
+    """`attention`: a factor on the output of the head's attention."""
     model = write_target(folder, "Qwen2ForCausalLM")
     torch.manual_seed(4)
     layer = Qwen2DecoderLayer(model.config, 0).eval()

@@ -1,4 +1,4 @@
-"""A disk in memory that fails when it is told to, and its thread's jobs done by the test's."""
+"""A disk in memory that fails on demand; its thread's jobs are done by the test's thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Fault(enum.Enum):
 
 
 class MemoryFile(OsFile):
-    """`draw()` says what goes wrong with each call."""
+    """`draw()` returns the fault of each call."""
 
     def __init__(self, num_bytes: int, draw: Callable[[], Fault] = lambda: Fault.NONE) -> None:
         self.content = bytearray(num_bytes)
@@ -64,8 +64,8 @@ class MemoryFile(OsFile):
 
 
 class PlayedDisk(DiskThread):
-    """Without a thread: before each look at what has ended as many jobs are done as are drawn. A
-    read takes `block_s` for each block."""
+    """Without a thread: each poll first executes a random number of jobs. A read takes `block_s`
+    per block."""
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
-"""Copies between the KV of a fake runner and host memory that take their time, and are torn: half
-of each block is read when the copy starts, the other half when it is seen to have ended."""
+"""Copies between the KV of a fake runner and host memory that take time, and are torn: half of each
+block is read when the copy starts, the other half when its end is seen.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from ..runner import FakeRunner
 
 
 class FakeCopy:
-    """`num_looks`: at it before it is seen to have ended."""
+    """`num_looks`: polls before its end is seen."""
 
     def __init__(
         self,
@@ -72,13 +73,13 @@ class HostBytes:
 
 
 class FakeCopier:
-    """A `HostCopier`. `draw_looks` gives the number of looks of each copy."""
+    """A `HostCopier`. `draw_looks` gives the number of polls of each copy."""
 
     def __init__(
         self, runner: FakeRunner, num_blocks: int, draw_looks: Callable[[], int] = lambda: 2
     ) -> None:
         self.runner = runner
-        self.block_bytes = len(runner.read_block(0))  # a draft model's part with it
+        self.block_bytes = len(runner.read_block(0))  # including the draft model's part
         self.num_blocks = num_blocks
         self.memory = HostBytes(num_blocks, self.block_bytes)
         self.queues: dict[Direction, deque[FakeCopy]] = {each: deque() for each in Direction}

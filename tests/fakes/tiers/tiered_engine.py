@@ -1,6 +1,7 @@
-"""An engine over a fake runner with host memory behind its pool, and a disk behind that, which a
-test drives; its tokens are compared with an oracle's. Copies are torn (host_copier.py), so a block
-that was used though it was overwritten would show."""
+"""An engine over a fake runner with host memory behind its pool, and a disk behind that, driven by
+a test; its tokens are compared with an oracle's. Copies are torn (host_copier.py), so the use of an
+overwritten block would show.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +37,14 @@ VOCAB_SIZE = 50
 
 
 class Optimist(OutputLengthEstimator):
-    """Memory runs out, and requests are preempted."""
+    """Expects no growth: memory runs out, and requests are preempted."""
 
     def estimate(self, num_generated: int, max_tokens: int) -> int:
         return 1
 
 
 class Observer:
-    """What an index is told: never twice the same."""
+    """Checks the events for an index: each is consistent with the ones before."""
 
     def __init__(self) -> None:
         self.tiers: dict[BlockHash, Tier] = {}
@@ -58,8 +59,8 @@ class Observer:
 
 @dataclass
 class Rig:
-    """An engine of `capacity` blocks over a fake runner, with `num_host` blocks of host memory, and
-    `num_disk` slots, whose thread does 0 to 3 jobs between two looks. A draft model, if it has one,
+    """An engine of `capacity` blocks over a fake runner, with `num_host` blocks of host memory and
+    `num_disk` disk slots, whose thread does 0 to 3 jobs between two polls. A draft model, if any,
     drafts for half of the requests."""
 
     capacity: int = 12
@@ -104,7 +105,7 @@ class Rig:
                 proposer=proposer,
             )
         )
-        self.num_shared = 0  # blocks that were coming for others
+        self.num_shared = 0  # blocks that were already being loaded for others
         self.watch_loads()
         self.tokens: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
@@ -152,7 +153,7 @@ class Rig:
         raise AssertionError("no end")
 
     def serve(self, prompt: list[int], max_tokens: int = 1) -> int:
-        """Its tokens, as they should be; returns how many were cached."""
+        """Serve and check its tokens; returns how many were cached."""
         key = self.add(prompt, max_tokens)
         self.run()
         self.check(key)
@@ -168,7 +169,7 @@ class Rig:
         assert found == expected[: len(found)]
 
     def settle(self) -> None:
-        """Let all copies end: an engine looks at them when it has a step to launch."""
+        """Let all copies end: an engine polls them when it has a step to launch."""
         for _ in range(60):
             self.engine.poll_host()
 
@@ -191,7 +192,7 @@ PROMPT = [1, 2, 3, 4] * 5  # five blocks
 
 
 def fill(rig: Rig) -> None:
-    """Displace all that the device has cached."""
+    """Evict everything that the device has cached."""
     rig.serve([9] * (4 * rig.capacity - 1))
 
 
@@ -202,8 +203,8 @@ def play(
     faults: Sequence[Fault] = (Fault.NONE,),
     has_draft_model: bool = False,
 ) -> Counter[str]:
-    """One schedule: chats that share beginnings, aborts, holds; ends with an idle engine. With a
-    draft model chats go on behind what was answered."""
+    """One random schedule: chats that share prefixes, aborts, holds; ends with an idle engine. With
+    a draft model chats continue after their outputs."""
     rng = random.Random(seed)
     rig = Rig(
         capacity=rng.randrange(11, 20),
@@ -261,7 +262,7 @@ def play(
 
 
 def check_observer(rig: Rig) -> None:
-    """The index knows what is on the device, and what is in host memory alone."""
+    """The index has the blocks on the device, and those in host memory only."""
     assert rig.engine._host is not None
     cache, blocks = rig.engine._tables._cache, rig.engine._host._blocks
     expected = dict.fromkeys(blocks._block_of, Tier.HOST)

@@ -1,4 +1,4 @@
-"""Beams on a GPU are those of the CPU, beside other requests and through graphs."""
+"""Beams on a GPU equal those of the CPU, beside other requests and with graphs."""
 
 from __future__ import annotations
 

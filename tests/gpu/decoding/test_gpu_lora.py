@@ -1,5 +1,6 @@
-"""LoRA adapters on a GPU: each request of a mixed batch has the tokens of its merged model, which
-transformers computes in float32, or nearly ties with them."""
+"""LoRA adapters on a GPU: each request of a mixed batch has the tokens of its merged model in
+transformers in float32, or nearly tied ones.
+"""
 
 from __future__ import annotations
 

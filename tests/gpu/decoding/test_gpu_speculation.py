@@ -1,4 +1,4 @@
-"""Speculation on a GPU: tokens are those without it, or differ first where two are nearly equal."""
+"""Speculation on a GPU: tokens equal those without it, or differ first at a near-tie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages on several GPUs: the tokens of one GPU, from graphs and without, and memory divided."""
+"""Stages on several GPUs: the tokens of one GPU, with and without graphs, and memory divided."""
 
 from __future__ import annotations
 

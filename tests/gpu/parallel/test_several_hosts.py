@@ -1,5 +1,5 @@
-"""Engines whose stages are on two hosts, here two nodes' parts on the loopback, a GPU for each: the
-tokens of one GPU, hand-offs from and to both stages, and the end of a rank.
+"""Engines whose stages are on two hosts, here two nodes' parts on the loopback, with a GPU each:
+the tokens of one GPU, hand-offs from and to both stages, and the death of a rank.
 
 On CPUs (marked slow) the same runs to check the test itself.
 """

@@ -1,5 +1,5 @@
-"""Hand-offs on four GPUs between sides that have none in common, as `nccl` needs it: of unequal
-ranks and stages, and of experts that each rank has whole.
+"""Hand-offs on four GPUs between sides without a common GPU, as `nccl` requires: with unequal ranks
+and stages, and with experts that each rank has whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Mixtures of experts on a GPU, in bf16 and with weights in FP8: every plan against float32.
 
-With activations in FP8 the reference quantises them, too; what is left is where the two round to
-different sides.
+With activations in FP8 the reference quantises them, too; the remaining differences are values that
+the two round differently.
 """
 
 from __future__ import annotations

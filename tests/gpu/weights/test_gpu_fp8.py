@@ -1,10 +1,10 @@
-"""Models with weights in FP8 on a GPU. The oracle is transformers in float32 with the weights that
-the file means: an explicit dequantisation.
+"""Models with weights in FP8 on a GPU. The oracle is transformers in float32 with explicitly
+dequantised weights.
 
-An engine in float32 dequantises as it loads, and must agree as any other. One in bfloat16 computes
-in FP8, and quantises activations too: its tokens are the oracle's, or on the average nearly tie
-with them. On a CPU the same arithmetic has means of 0.01 to 0.1, and with scales in the wrong place
-of 0.9 and more.
+An engine in float32 dequantises at loading, and must agree like any other. One in bfloat16 computes
+in FP8, and quantises activations too: its tokens equal the oracle's, or on average nearly tie with
+them. On a CPU the same arithmetic has mean gaps of 0.01 to 0.1, and with misplaced scales of 0.9
+and more.
 """
 
 from __future__ import annotations

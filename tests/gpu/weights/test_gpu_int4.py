@@ -1,7 +1,7 @@
-"""Models with weights in int4 on a GPU, and their products at the shapes of Llama-3.1-8B.
+"""Models with weights in int4 on a GPU, and their GEMMs at the shapes of Llama-3.1-8B.
 
-The oracle of models is transformers in float32 with the weights that the file means; that of
-products is an explicit dequantisation in float64.
+The oracle of models is transformers in float32 with explicitly dequantised weights; that of GEMMs
+is an explicit dequantisation in float64.
 """
 
 from __future__ import annotations

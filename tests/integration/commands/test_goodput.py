@@ -1,4 +1,4 @@
-"""`python -m baton.bench.goodput` at small rates: every mode comes up, every rate is written."""
+"""`python -m baton.bench.goodput` at small rates: every mode starts, every rate has a result."""
 
 from __future__ import annotations
 

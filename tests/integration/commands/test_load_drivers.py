@@ -1,4 +1,4 @@
-"""The load driver on engines without a gateway: every token of theirs counts."""
+"""The load driver on engines without a gateway: it counts every token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`baton run-batch` as a process: answers of a server, kills in the middle, exit codes."""
+"""`baton run-batch` as a process: responses of a server, kills in the middle, exit codes."""
 
 from __future__ import annotations
 

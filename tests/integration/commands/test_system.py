@@ -1,4 +1,4 @@
-"""The whole system as a user meets it: wrong requests, clients that leave, Ctrl-C."""
+"""The whole system from a user's side: wrong requests, clients that disconnect, Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A deployment on one host whose parts end or hang: `baton up` starts them again."""
+"""A deployment on one host whose processes die or hang: `baton up` restarts them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Nodes are killed under requests of all plans: handed off, and whole on either kind of engine.
 
-Which plan a request gets is drawn, so each node is killed once it decodes: what a prefill node
-decodes is there as a whole.
+The plan of a request is random, so each node is killed once it decodes: what a prefill node decodes
+is a whole request.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Streams by the thousand on a cluster that breaks all the time, each compared with the reference.
+"""Thousands of streams on a cluster with continuous faults, each compared with the reference.
 
-In every scene some streams run at once and two cards are played, one a role (fault_deck.py): a kill
-at each chunk of a prefill and each token of an answer, pauses, hangs; some clients leave. Then
-`Scene.check` holds every stream and ledger to what it must be. How many streams, which seed, and
-where the figures go are options: `--fault-streams`, `--fault-seed`, `--fault-out`.
+In every scene several streams run at once and two cards are played, one per role (fault_deck.py): a
+kill at each chunk of a prefill and each token of an output, pauses, hangs; some clients disconnect.
+Then `Scene.check` checks every stream and ledger. Options: `--fault-streams`, `--fault-seed`, and
+`--fault-out` for the figures.
 """
 
 from __future__ import annotations

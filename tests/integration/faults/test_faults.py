@@ -1,10 +1,10 @@
-"""The fault matrix: break a real cluster in every phase of a request, and look at what is left.
+"""The fault matrix: break a real cluster in every phase of a request, and check the outcome.
 
-One row, one fault. Whatever it is, its streams equal the single process's tokens or end with the
+One row, one fault. After any fault, its streams equal the single process's tokens or end with the
 error that the row names, every ledger is idle and balanced, and no process, socket or descriptor is
 left (`faults.Scene.check`). The faults are in breakages, memory_faults, link_faults and
-network_faults; half of the nodes run under `python -O`. Of some rows a part needs no process, and
-is tested where its code is:
+network_faults; half of the nodes run under `python -O`. Parts of some rows need no process, and are
+tested with their code:
 
     F11, F12 silence between two nodes   test_channel_silence, test_tcp_faults
     F16 a reset at any byte              test_tcp_faults

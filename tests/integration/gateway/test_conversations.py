@@ -1,6 +1,6 @@
 """Conversations with the official clients: reasoning, tools, Responses and Anthropic's messages.
 
-A real gateway and a private Redis; the nodes write what the test has them write.
+A real gateway and a private Redis; the nodes output text given by the test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a gateway reports of a call that failed: the nodes that had it, and how far they were."""
+"""The report of a gateway about a failed call: the nodes that computed it, and their progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More than a gateway can pass on: readers that stop, deadlines that cannot be met, an end."""
+"""A gateway under overload: readers that stop, deadlines that cannot be met, a shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lease on a real Redis: one holder, epochs that grow, a Redis that goes or loses its data."""
+"""The lease on a real Redis: one holder, growing epochs, a Redis that stops or loses its data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests go where their prefix is: real nodes, gateway and Redis, which is wiped and killed."""
+"""Requests are routed to cached prefixes: real nodes, gateway and Redis (wiped, killed)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """`launch_gateway --num-gateways 2` as processes: shared ports, an address for each, a killed and a
-hung gateway, a clean end; and gateways that share a port by `--reuse-port` alone."""
+hung gateway, a clean shutdown; and gateways that share a port only by `--reuse-port`.
+"""
 
 from __future__ import annotations
 

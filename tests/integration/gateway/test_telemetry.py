@@ -1,4 +1,6 @@
-"""A real pair of nodes under a few calls: metrics, log lines and traces add up to what was sent."""
+"""A real pair of nodes with a few calls: metrics, log lines and traces agree with the requests
+sent.
+"""
 
 from __future__ import annotations
 

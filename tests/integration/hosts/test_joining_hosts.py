@@ -1,4 +1,4 @@
-"""Who may join an engine on several hosts, in whatever order; and who is refused, by name.
+"""Which ranks may join an engine on several hosts, in any order; and which are refused, by name.
 
 Rank 0's end and the other hosts' are threads here.
 """

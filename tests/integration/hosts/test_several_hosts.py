@@ -1,5 +1,5 @@
 """An engine whose stages are on two hosts, between two network namespaces: its tokens, its
-hand-offs, and its end with any rank, from where requests go on elsewhere.
+hand-offs, and its end with any rank, after which requests continue on other engines.
 """
 
 from __future__ import annotations

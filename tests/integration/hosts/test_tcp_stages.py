@@ -1,6 +1,6 @@
-"""The connections between stages on several hosts, over the loopback: what passes, in which order,
-and what a neighbour that is lost does to them. A GPU is played: a stream that does nothing by
-itself."""
+"""The connections between stages on several hosts, over the loopback: messages, their order, and
+the effect of a lost neighbour. The GPU is simulated: a stream that makes no progress by itself.
+"""
 
 from __future__ import annotations
 

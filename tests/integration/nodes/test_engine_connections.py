@@ -1,4 +1,6 @@
-"""A gateway's connections to real engines, by unix sockets and TCP: what passes, how they end."""
+"""A gateway's connections to real engines, by unix sockets and TCP: messages and the ends of
+connections.
+"""
 
 from __future__ import annotations
 

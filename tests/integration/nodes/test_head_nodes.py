@@ -1,4 +1,6 @@
-"""Nodes whose models have draft heads: what the prefill node's head read crosses the hand-off."""
+"""Nodes whose models have draft heads: the hand-off transfers the head's inputs from the prefill
+node.
+"""
 
 from __future__ import annotations
 

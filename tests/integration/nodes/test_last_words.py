@@ -1,4 +1,4 @@
-"""What an engine says last reaches a gateway that is writing to it: over real sockets."""
+"""An engine's last messages reach a gateway that is writing to it: over real sockets."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Promises move between engines under requests, by a gateway with the lease; then that one dies,
-another believes in a lease that it lost, a third joins, Redis goes, and the last decode engine.
+"""Promises move between engines under requests, by the gateway with the lease; then that gateway
+dies, another assumes a lease that it lost, a third joins, Redis stops, and the last decode engine
+dies.
 
-Two gateways run in this process, so that a test can say what they decide; all else is real.
+Two gateways run in this process, so that a test can set their decisions; all else is real.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Running requests that move from engine to engine all the time: their tokens are those of one
-process. Then the engine dies that a request moves from, or to.
+"""Running requests that move between engines all the time: their tokens equal those of one process.
+Then the source or the target engine of a move dies.
 
-The gateway runs in this process, so that the test can say what moves; all else is real.
+The gateway runs in this process, so that the test can choose the moves; all else is real.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A prefill and a decode node as processes with a tiny model: hand-offs, cancels, deaths, ends."""
+"""A prefill and a decode node as processes with a tiny model: hand-offs, cancels, deaths,
+shutdowns.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLM over two ranks on a CPU: the tokens of one, and no process that outlives it."""
+"""LLM over two ranks on a CPU: the tokens of one rank, and no process left behind."""
 
 from __future__ import annotations
 

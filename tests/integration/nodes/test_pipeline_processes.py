@@ -1,6 +1,6 @@
-"""Stages that are processes give the tokens of one, and their engine ends with any of them.
+"""Stages as processes give the tokens of one process, and their engine ends with any of them.
 
-What is asked for in every way, of stages that are threads: tests/unit/engine/parallel.
+All request features, on stages that are threads: tests/unit/engine/parallel.
 """
 
 from __future__ import annotations

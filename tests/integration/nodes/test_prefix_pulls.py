@@ -1,5 +1,6 @@
-"""Engines of both roles as processes: each pulls cached prefixes from each, and computes what does
-not come."""
+"""Engines of both roles as processes: each pulls cached prefixes from each, and computes what
+cannot be pulled.
+"""
 
 from __future__ import annotations
 

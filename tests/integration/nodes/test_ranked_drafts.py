@@ -1,4 +1,4 @@
-"""Two ranks with a draft model or a head: the tokens of one process, drafts accepted."""
+"""Two ranks with a draft model or a head: the tokens of one process, and accepted drafts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Redis is killed, and so are engines: gateway and puller find the new ones at their nodes.
+"""Redis is killed, and so are engines: gateway and puller find the new engines at their nodes.
 
-One cluster for all: the order of the tests is that of its life.
+One cluster for all tests, which run in the order of its life.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Certificates are renewed under load, and then their CA is: no request notices.
+"""Certificates are renewed under load, and then their CA is: no request fails.
 
     certificates   old ─► renewed ──────────────────► of the new CA
     CA file        the old CA ─────► both CAs ──────────────────────► the new CA
 
-One file is written after the other, in place, and links break before the other half of a pair is
-there. Blocks travel by tcp, so that data ports have certificates too.
+One file is written after the other, in place, and links break while only one half of a pair is new.
+Blocks are transferred by tcp, so that data ports have certificates too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Attacks on a deployment that has a cluster secret and API keys, by a process of another user, and
-by one of the same.
+"""Attacks on a deployment with a cluster secret and API keys, by a process of another user, and by
+one of the same user.
 
-One cluster for all: the order of the tests is that of its life. The intruders know every address
-and method, and what was recorded or lies in Redis; they do not know the secret.
+One cluster for all tests, which run in the order of its life. The intruders know every address and
+method, recorded traffic and the contents of Redis; they do not know the secret.
 """
 
 from __future__ import annotations

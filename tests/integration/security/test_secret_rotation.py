@@ -1,4 +1,4 @@
-"""The cluster secret is changed, process by process, under load: no request notices."""
+"""The cluster secret is changed, process by process, under load: no request fails."""
 
 from __future__ import annotations
 

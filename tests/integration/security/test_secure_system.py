@@ -1,4 +1,4 @@
-"""A deployment as one would lay it open: HTTPS, gRPC over TLS, API keys, mutual TLS inside."""
+"""A deployment with all security features: HTTPS, gRPC over TLS, API keys, mutual TLS inside."""
 
 from __future__ import annotations
 

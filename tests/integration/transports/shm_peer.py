@@ -1,9 +1,9 @@
-"""The other process of test_shm_transport.py: exports a pool, or pulls from one, as told.
+"""The other process of test_shm_transport.py: exports a pool, or pulls from one.
 
 export INCARNATION                    prints "ready", then sleeps until it is killed
 pull INCARNATION SECONDS FD           pulls random blocks; FD maps their published generations
 squat UID INCARNATION                 as user 65534: takes the name of UID's exporter
-intrude UID INCARNATION               as user 65534: asks UID's exporter for its memory
+intrude UID INCARNATION               as user 65534: requests the memory of UID's exporter
 """
 
 from __future__ import annotations

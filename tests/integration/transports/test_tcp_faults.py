@@ -1,4 +1,4 @@
-"""`tcp` when the network breaks: connections that are reset go on, silence ends in time."""
+"""`tcp` when the network breaks: transfers resume after resets, silent connections time out."""
 
 from __future__ import annotations
 

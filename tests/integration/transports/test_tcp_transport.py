@@ -1,4 +1,4 @@
-"""`tcp` over the loopback: bytes, verdicts, damage on the way, hostile peers."""
+"""`tcp` over the loopback: bytes, verdicts, corruption, hostile peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster over two network namespaces: to it two hosts without shared memory."""
+"""A cluster over two network namespaces, which act as two hosts without shared memory."""
 
 from __future__ import annotations
 

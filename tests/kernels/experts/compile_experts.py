@@ -1,7 +1,7 @@
 """Compiles the kernels of mixtures of experts for Hopper, on any machine: python THIS.
 
-Prints what each takes, as ptxas counts it; none may spill more than a few registers or need more
-shared memory than there is.
+Prints their resources as reported by ptxas; none may spill more than a few registers or need more
+shared memory than available.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counts of experts' tokens come to the host seldom, summed over the layers."""
+"""Token counts of experts are copied to the host rarely, summed over the layers."""
 
 from __future__ import annotations
 

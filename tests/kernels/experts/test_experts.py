@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing, order and products against plain float32 or float64."""
+"""Mixtures of experts: routing, order and GEMMs against plain float32 or float64."""
 
 from __future__ import annotations
 

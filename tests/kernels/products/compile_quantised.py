@@ -1,4 +1,4 @@
-"""Compiles the products with quantised weights for Hopper, on any machine: python THIS KERNEL..."""
+"""Compiles the GEMMs with quantised weights for Hopper, on any machine: python THIS KERNEL..."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles the kernel of streamed products for Hopper, on any machine: python THIS CASE..."""
+"""Compiles the kernel of streamed GEMMs for Hopper, on any machine: python THIS CASE..."""
 
 from __future__ import annotations
 

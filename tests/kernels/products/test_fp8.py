@@ -1,7 +1,7 @@
-"""Products with weights in FP8, and what quantises for them, against references in float32.
+"""GEMMs with weights in FP8, and the quantisation of their inputs, against references in float32.
 
-On a GPU if there is one, else interpreted. Triton's interpreter loses the carry where a number is
-rounded up to a power of two, and halves it: what is quantised there is compared less closely.
+On a GPU if there is one, else interpreted. Triton's interpreter loses the carry when a number is
+rounded up to a power of two, and halves it: quantisation there is compared with a larger tolerance.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products with weights in int4, against an explicit dequantisation in float64.
+"""GEMMs with weights in int4, against an explicit dequantisation in float64.
 
 On a GPU if there is one, else interpreted.
 """

@@ -1,4 +1,4 @@
-"""Products whose weight comes early: the choice anywhere, the kernel on Hopper GPUs."""
+"""GEMMs that load their weight early: the choice on any machine, the kernel on Hopper GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes logits, against transformers' processors and independent NumPy arithmetic."""
+"""Logit adjustments against transformers' processors and independent NumPy arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a coding agent sends to Anthropic's API: a beta endpoint, system prompts and messages as
+"""Requests of a coding agent to Anthropic's API: a beta endpoint, system prompts and messages as
 blocks with cache_control, many tools with nested schemas, thinking, results of tools, in streams.
 """
 

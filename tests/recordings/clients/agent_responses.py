@@ -1,5 +1,5 @@
-"""What a coding agent sends to OpenAI's API: the Responses API, streamed and never stored, with the
-whole conversation as input; and a chat, streamed with its usage.
+"""Requests of a coding agent to OpenAI's API: the Responses API, streamed and never stored, with
+the whole conversation as input; and a chat, streamed with its usage.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The Responses API with OpenAI's client: streams, tools, one turn after the other, kept ones."""
+"""The Responses API with OpenAI's client: streams, tools, successive turns, stored responses."""
 
 import sys
 

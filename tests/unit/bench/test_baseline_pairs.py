@@ -1,4 +1,4 @@
-"""Two engines over one model: all outputs come whole, by the clocks of their engines."""
+"""Two engines over one model: all outputs are complete, timed by their engines' clocks."""
 
 from __future__ import annotations
 

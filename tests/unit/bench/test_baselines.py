@@ -1,4 +1,4 @@
-"""The schemes play the same requests to the same ends, and differ in what they are to differ in."""
+"""The schemes run the same requests to the same ends, and differ only as intended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load generator: what it sends, when, what it keeps, and what it makes of that."""
+"""The load generator: what it sends, when, what it records, and the figures from the records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests are good, which count, which rate is kept; what is measured, in which starts."""
+"""Which requests are good, which count, which rate is kept; the plan of starts and runs."""
 
 from __future__ import annotations
 

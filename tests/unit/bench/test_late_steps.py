@@ -1,4 +1,4 @@
-"""Late steps are told, with what the engine's thread did meanwhile."""
+"""Late steps are reported with the activity of the engine's thread."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The product's caches, index and routing over played engines: hot prefixes, bursts, host memory,
-and what a tenant can learn of another's prompts by the time that its own take."""
+"""The product's caches, index and routing over simulated engines: hot prefixes, bursts, host
+memory, and what a tenant can infer about another's prompts from the latency of its own.
+"""
 
 from __future__ import annotations
 

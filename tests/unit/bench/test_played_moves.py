@@ -1,5 +1,6 @@
-"""Requests that outgrow their engine's promise, or whose engine withdraws it, played: they move to
-another engine, once, and no client sees a longer gap for it."""
+"""Requests that outgrow their engine's promise, or whose engine withdraws it, in simulation: they
+move to another engine, once, and no client sees a longer gap.
+"""
 
 from __future__ import annotations
 

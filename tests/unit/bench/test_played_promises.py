@@ -1,4 +1,4 @@
-"""Promises that follow the mix of prompts and outputs, over played devices."""
+"""Promises that follow the mix of prompts and outputs, over simulated devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where prompts are sent, over played devices: what gateways know of prompts that wait."""
+"""Routing of prompts, over simulated devices: gateways' knowledge of waiting prompts."""
 
 from __future__ import annotations
 

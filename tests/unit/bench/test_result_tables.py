@@ -1,4 +1,6 @@
-"""What tables of results say of a figure; tests/unit/test_docs.py checks that pages are fresh."""
+"""The cells of result tables for a figure; tests/unit/test_docs.py checks that pages are up to
+date.
+"""
 
 from __future__ import annotations
 

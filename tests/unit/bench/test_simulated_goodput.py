@@ -1,4 +1,4 @@
-"""The simulation's parts: which requests come, which split is found; a run, in small."""
+"""The simulation's parts: the arrivals, the search for a split, and a small run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chat shell: what it sends, its commands, how a generation ends. No terminal, no net."""
+"""The chat shell: what it sends, its commands, the end of a generation. No terminal, no network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `baton up` makes of parts that end, without starting any."""
+"""The reaction of `baton up` to processes that end, without starting any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor's checks, each with what it must find."""
+"""The doctor's checks, each with the problem that it must find."""
 
 from __future__ import annotations
 

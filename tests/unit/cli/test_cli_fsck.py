@@ -1,4 +1,4 @@
-"""What fsck must find in a cluster, each fault on its own in an otherwise sound one."""
+"""The faults that fsck must find in a cluster, each alone in an otherwise sound one."""
 
 from __future__ import annotations
 

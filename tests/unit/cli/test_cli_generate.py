@@ -1,5 +1,6 @@
-"""`baton generate`: what is out of range is refused before anything is loaded (by `baton demo`,
-too), a prompt that cannot be served beside the others, and where the context ends it is said."""
+"""`baton generate`: out-of-range values are refused before anything is loaded (by `baton demo`,
+too); a prompt that cannot be served beside others; the end of the context is reported.
+"""
 
 from __future__ import annotations
 

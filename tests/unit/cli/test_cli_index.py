@@ -1,4 +1,4 @@
-"""`baton index`: rows by engine, tenant and tier of what lies in Redis, and what it cannot read."""
+"""`baton index`: rows by engine, tenant and tier from Redis, and unreadable entries."""
 
 from __future__ import annotations
 

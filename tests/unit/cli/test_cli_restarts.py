@@ -1,4 +1,4 @@
-"""What `baton up` starts again, when, and what ends that; the parts are played."""
+"""Which processes `baton up` restarts, when, and when it gives up; the processes are simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Console scripts: what pyproject.toml names is there, and an interrupt ends them quietly."""
+"""Console scripts: those named in pyproject.toml exist, and an interrupt ends them quietly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPUs `baton up` takes where its flags leave it open, and what the driver says of them."""
+"""The GPUs that `baton up` chooses by default, and the driver's information about them."""
 
 from __future__ import annotations
 

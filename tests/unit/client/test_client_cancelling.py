@@ -1,4 +1,4 @@
-"""Who was cancelled: a call, or the task that waits for it."""
+"""What was cancelled: a call, or the task that waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client takes for a gateway's address."""
+"""The gateway addresses that a client accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directory entries: what we write can be read back; nothing else gets in or breaks the reader."""
+"""Directory entries: ours can be read back; invalid ones are rejected without an error."""
 
 from __future__ import annotations
 

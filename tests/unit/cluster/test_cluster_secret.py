@@ -1,4 +1,4 @@
-"""Changing the cluster secret: which processes accept each other while it is under way."""
+"""Changing the cluster secret: which processes accept each other during the change."""
 
 from __future__ import annotations
 

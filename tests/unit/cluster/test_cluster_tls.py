@@ -1,4 +1,6 @@
-"""Certificates: made, checked at the beginning, changed under a server; and where it may listen."""
+"""Certificates: created, checked at the start, replaced under a server; and the addresses where it
+may listen.
+"""
 
 from __future__ import annotations
 

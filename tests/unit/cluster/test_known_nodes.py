@@ -1,4 +1,6 @@
-"""The directory that asks known nodes while Redis is away: whom it asks, and what it believes."""
+"""The directory that queries known nodes while Redis is away: which nodes, and which responses it
+trusts.
+"""
 
 from __future__ import annotations
 

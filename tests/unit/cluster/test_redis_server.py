@@ -1,4 +1,4 @@
-"""A private Redis that dies, or that nobody can reach any more."""
+"""A private Redis that dies, or that becomes unreachable."""
 
 from __future__ import annotations
 

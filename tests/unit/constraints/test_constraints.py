@@ -1,4 +1,4 @@
-"""Constraints become grammars, or refusals that say why; what is kept of them is bounded."""
+"""Constraints become grammars, or refusals with a reason; the cache of grammars is bounded."""
 
 from __future__ import annotations
 

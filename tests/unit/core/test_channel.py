@@ -1,4 +1,6 @@
-"""A channel over real sockets: frames arrive whole and in order, and nothing waits for a reader."""
+"""A channel over real sockets: frames arrive whole and in order, and senders never wait for a
+reader.
+"""
 
 from __future__ import annotations
 

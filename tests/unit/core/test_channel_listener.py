@@ -1,4 +1,4 @@
-"""Who gets a channel to an engine and who does not, over unix sockets, TCP and TLS."""
+"""Which peers get a channel to an engine and which do not, over unix sockets, TCP and TLS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Children that end with their parent, however that ends."""
+"""Child processes that end with their parent, however it ends."""
 
 from __future__ import annotations
 

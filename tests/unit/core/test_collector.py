@@ -1,4 +1,4 @@
-"""Settings of Python's collector, which all in a process share."""
+"""Settings of Python's garbage collector, which are process-wide."""
 
 from __future__ import annotations
 

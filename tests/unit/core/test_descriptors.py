@@ -1,4 +1,4 @@
-"""RLIMIT_NOFILE: raised at the start, shared out, some of it spared."""
+"""RLIMIT_NOFILE: raised at the start, divided among uses, with a reserve."""
 
 from __future__ import annotations
 

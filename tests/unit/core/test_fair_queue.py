@@ -1,4 +1,4 @@
-"""The queue that is fair between callers, against a brute force of its rules and by its bounds."""
+"""The queue that is fair between callers, against a brute force of its rules and its bounds."""
 
 from __future__ import annotations
 

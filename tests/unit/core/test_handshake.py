@@ -1,4 +1,6 @@
-"""Who holds the key passes the handshake; nobody else, whatever is recorded, bent or mixed."""
+"""A peer with the key passes the handshake; none without it, with replayed, altered or mixed
+messages.
+"""
 
 from __future__ import annotations
 

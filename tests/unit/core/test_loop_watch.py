@@ -1,5 +1,6 @@
-"""When a child's event loop is taken for hung, on looks that the test plays; what a loop has around
-it, and what it keeps running."""
+"""When a child's event loop is considered hung, with simulated observations; the wrapping of a
+loop, and what it keeps running.
+"""
 
 from __future__ import annotations
 

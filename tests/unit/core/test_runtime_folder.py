@@ -1,4 +1,4 @@
-"""Folders for sockets: what killed processes leave is removed, what of others is there is not."""
+"""Folders for sockets: leftovers of killed processes are removed, those of others are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The formula of a step's time, and what is planned by it, against brute force."""
+"""The formula of a step's time, and plans based on it, against brute force."""
 
 from __future__ import annotations
 

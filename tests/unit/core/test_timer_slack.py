@@ -1,4 +1,4 @@
-"""Waits of microseconds end on time, in threads of later too."""
+"""Waits of microseconds end on time, also in threads that are started later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""TLS on a thread of its own: all bytes arrive, ends are found, nothing waits and nothing spins."""
+"""TLS on a thread of its own: all bytes arrive, ends are detected, nothing blocks and nothing
+spins.
+"""
 
 from __future__ import annotations
 

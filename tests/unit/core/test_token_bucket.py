@@ -1,4 +1,4 @@
-"""So much at once, and then at a rate: who asks without end gets a bounded share."""
+"""A burst, and then a rate: a caller that requests continuously gets a bounded share."""
 
 from __future__ import annotations
 

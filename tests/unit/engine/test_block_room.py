@@ -1,4 +1,6 @@
-"""Blocks beside the estimated peak of all sequences, shared ones and forks to come included."""
+"""Free blocks compared with the estimated peak of all sequences, including shared blocks and future
+forks.
+"""
 
 from __future__ import annotations
 

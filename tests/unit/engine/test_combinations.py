@@ -1,5 +1,6 @@
-"""All features at once: whatever an engine has and requests ask for, each gets the tokens and
-log-probabilities that it gets alone on a plain engine, whose weights have its adapter in them."""
+"""All features at once: for any combination in engine and requests, each request gets the tokens
+and log-probabilities that it gets alone on a plain engine with its adapter merged into the weights.
+"""
 
 from __future__ import annotations
 

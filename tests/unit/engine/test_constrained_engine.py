@@ -1,4 +1,4 @@
-"""Constrained outputs through the engine: they match, and are the same however they are run."""
+"""Constrained outputs through the engine: they match, and are the same for any schedule."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The engine with a disk behind its host memory: whatever is written, read, damaged or late, the
-tokens are the oracle's, and a prompt is read only where that takes less than to compute it."""
+tokens are the oracle's, and a prompt is read only if that takes less time than computing it.
+"""
 
 from __future__ import annotations
 

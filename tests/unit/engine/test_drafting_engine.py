@@ -1,4 +1,4 @@
-"""A draft model over fake runners: its KV is read back at every draft, and is the sequence's."""
+"""A draft model over fake runners: each draft reads back and checks the sequence's KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole control half over the fake runner: whatever happens, the tokens are the oracle's."""
+"""The whole control half over the fake runner: in all cases the tokens are the oracle's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A light caller beside bulk callers, on an engine whose clock is played: what its TTFT is.
+"""The TTFT of a light caller beside bulk callers, on an engine with a simulated clock.
 
-A step takes 8 ms and 45 us a prompt token, as of an 8B model on one GPU.
+A step takes 8 ms and 45 us per prompt token, as for an 8B model on one GPU.
 """
 
 from __future__ import annotations

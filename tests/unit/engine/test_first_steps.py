@@ -1,4 +1,4 @@
-"""Steps that are measured before the first request, on runners whose steps take what is known."""
+"""Steps that are measured before the first request, on runners with known step times."""
 
 from __future__ import annotations
 

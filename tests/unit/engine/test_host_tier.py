@@ -1,6 +1,7 @@
-"""The engine with host memory behind its pool: whatever goes out, comes back or is lost on its way,
-the tokens are the oracle's. Copies are torn (fakes/tiers/host_copier.py), so a block that was used
-though it was overwritten would show."""
+"""The engine with host memory behind its pool: whatever is evicted, loaded or lost on the way, the
+tokens are the oracle's. Copies are torn (fakes/tiers/host_copier.py), so the use of an overwritten
+block would show.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is launched of the sequences of a step: decodes in columns are what slices of each are."""
+"""The input batch of a step: decodes in columns are equal to the slices of each sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling parameters through the real engine: against transformers, and however it is run."""
+"""Sampling parameters through the real engine: against transformers, and for any schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speculation over the fake runner: whatever is drafted, the tokens are the oracle's."""
+"""Speculation over the fake runner: for any drafts, the tokens are the oracle's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a pipeline is filled: which steps are in flight at once, and what is in them."""
+"""How a pipeline is filled: which steps are in flight at once, and their contents."""
 
 from __future__ import annotations
 

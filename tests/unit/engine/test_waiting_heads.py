@@ -1,5 +1,6 @@
-"""What waits first comes first, whatever else comes: other engines' hand-offs, held KV, requests
-that fail in front of it."""
+"""The first waiting request is served first, whatever else arrives: other engines' hand-offs, held
+KV, requests that fail in front of it.
+"""
 
 from __future__ import annotations
 

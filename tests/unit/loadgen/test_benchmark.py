@@ -1,4 +1,4 @@
-"""`baton bench` against a server that plays good and bad parts."""
+"""`baton bench` against a server that simulates good and bad behaviour."""
 
 from __future__ import annotations
 

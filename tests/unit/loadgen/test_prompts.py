@@ -1,4 +1,4 @@
-"""What `baton bench` sends."""
+"""The prompts that `baton bench` sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a batch: what is a request, what is done, what a kill leaves behind."""
+"""The files of a batch: which lines are requests, which are done, and the state after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLM over the bundled model: tokens are those of a LocalEngine, whatever the shape of the call."""
+"""LLM over the bundled model: tokens equal those of a LocalEngine, for all forms of the call."""
 
 from __future__ import annotations
 

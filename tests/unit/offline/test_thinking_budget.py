@@ -1,6 +1,6 @@
-"""A budget of reasoning through a real engine: it ends where the budget is spent, and an answer
-follows. A tiny model of random weights, whose tags are one token each and which never ends anything
-by itself; each front in the one process.
+"""A reasoning budget through a real engine: reasoning ends when the budget is spent, and an answer
+follows. A tiny model of random weights, whose tags are one token each and which never ends its
+output by itself; each front in the one process.
 """
 
 from __future__ import annotations

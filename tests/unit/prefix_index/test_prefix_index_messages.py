@@ -1,4 +1,4 @@
-"""The index on the wire: what is written can be read, and junk is BadMessage and nothing else."""
+"""The index on the wire: what is written can be read; junk raises BadMessage, nothing else."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Journal and mirror: whatever the channel loses, doubles or shuffles, hints stay what they claim.
+"""Journal and mirror: whatever messages are lost, duplicated or reordered, hints stay within their
+claims.
 
-The oracle is a plain set that is changed like the engine's cache, and its copies at each number.
+The oracle is a plain set with the same changes as the engine's cache, and copies of it at each
+number.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Beam searches over the whole control half: the beams of the definition, however they are
-scheduled, crowded out, handed over and cancelled, and nothing left behind."""
+scheduled, preempted, handed over and cancelled, and nothing left behind.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beams against the same search over the whole vocabulary, and against all sequences there are."""
+"""Beams against the same search over the whole vocabulary, and against all possible sequences."""
 
 from __future__ import annotations
 

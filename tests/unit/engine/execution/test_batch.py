@@ -1,4 +1,4 @@
-"""A batch as arrays, beside what a walk over its tokens, one by one, gives."""
+"""A batch as arrays, against a walk over its tokens one by one."""
 
 from __future__ import annotations
 

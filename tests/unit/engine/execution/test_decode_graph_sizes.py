@@ -1,4 +1,4 @@
-"""The batch sizes that decode graphs are captured for, and for which kernels are loaded."""
+"""The batch sizes for which decode graphs are captured and kernels are loaded."""
 
 from __future__ import annotations
 

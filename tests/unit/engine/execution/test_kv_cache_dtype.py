@@ -1,4 +1,4 @@
-"""What --kv-cache-dtype changes: the pool's size, what engines have in common, what is refused."""
+"""The effect of --kv-cache-dtype: the pool's size, compatibility of engines, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pinned memory is there before there are steps."""
+"""Pinned memory is allocated before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step promises beside right numbers: independence, untouched blocks, typed errors."""
+"""Guarantees of a step besides right numbers: independence, untouched blocks, typed errors."""
 
 from __future__ import annotations
 

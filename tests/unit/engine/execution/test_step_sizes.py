@@ -1,4 +1,4 @@
-"""How many sequences may run at once, by the size of the pool."""
+"""The number of sequences that may run at once, by the size of the pool."""
 
 from __future__ import annotations
 

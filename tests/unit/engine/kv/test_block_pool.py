@@ -1,4 +1,4 @@
-"""The block pool against a model of it that is written as sets and lists."""
+"""The block pool against a model of it written with sets and lists."""
 
 from __future__ import annotations
 

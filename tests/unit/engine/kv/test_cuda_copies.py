@@ -1,4 +1,4 @@
-"""Copies by one call of a CUDA runtime that is played."""
+"""Copies by one call of a simulated CUDA runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many blocks a pool on a GPU has, on a GPU that is played."""
+"""The number of blocks of a pool on a simulated GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks in slots of a file: what comes out is what went in, or a reason why not."""
+"""Blocks in slots of a file: a read returns what was written, or a reason why not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Which slot holds what: whatever is written, read, lost or late, a block that is entered in host
-memory is the one that was asked for, and every host block and slot has one owner."""
+"""Which slot holds which block: whatever is written, read, lost or late, a block entered in host
+memory is the requested one, and every host block and slot has one owner.
+"""
 
 from __future__ import annotations
 

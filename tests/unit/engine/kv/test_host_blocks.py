@@ -1,4 +1,4 @@
-"""Which host blocks go: the rule at the head of host_blocks.py against one that looks at all."""
+"""Which host blocks are evicted: the rule of host_blocks.py against an exhaustive one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host memory for blocks: pinned in the background, less of it where it is refused; copies."""
+"""Host memory for blocks: pinned in the background, less of it if pinning is refused; copies."""
 
 from __future__ import annotations
 

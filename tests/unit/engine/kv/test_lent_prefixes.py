@@ -1,4 +1,4 @@
-"""Blocks lent to copies and borrowed for them, while others take and rewrite what they can."""
+"""Blocks lent to copies and borrowed for them, while other requests take and rewrite blocks."""
 
 from __future__ import annotations
 

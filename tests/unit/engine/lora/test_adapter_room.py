@@ -1,4 +1,6 @@
-"""Who has which slot, who waits, and what leaves host memory; the copies are noted, not made."""
+"""Which adapter has which slot, which requests wait, and what leaves host memory; copies are
+recorded, not executed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens with LoRA adapters are those of a checkpoint with the adapter merged into its weights."""
+"""Tokens with LoRA adapters equal those of a checkpoint with the adapter merged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with an adapter is named, with its file, before memory is taken."""
+"""Errors in an adapter are reported with its file, before memory is allocated."""
 
 from __future__ import annotations
 

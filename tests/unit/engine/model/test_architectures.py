@@ -1,4 +1,6 @@
-"""What each architecture's config.json is taken to say, as transformers writes it and as of old."""
+"""How each architecture's config.json is interpreted, in the current and older formats of
+transformers.
+"""
 
 from __future__ import annotations
 

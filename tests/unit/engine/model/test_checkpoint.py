@@ -1,4 +1,4 @@
-"""Loading safetensors, refusing everything else, and telling checkpoints apart."""
+"""Loading safetensors, refusing everything else, and distinguishing checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""int4 checkpoints on a CPU: each format gives what an explicit dequantisation gives."""
+"""int4 checkpoints on a CPU: each format gives the result of an explicit dequantisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""config.json old and new, the model directory, and what is refused."""
+"""config.json in old and new formats, the model directory, and refusals."""
 
 from __future__ import annotations
 

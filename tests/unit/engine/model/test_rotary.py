@@ -1,4 +1,4 @@
-"""RoPE's scalings against transformers' functions, and what a position's angles may depend on."""
+"""RoPE's scalings against transformers' functions, and the inputs of a position's angles."""
 
 from __future__ import annotations
 

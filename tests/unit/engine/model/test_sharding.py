@@ -1,4 +1,4 @@
-"""A model on several ranks computes what it computes on one: here the ranks are threads."""
+"""A model on several ranks computes the same as on one: here the ranks are threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline has, and that it holds nothing of the others'."""
+"""The layers of each stage of a pipeline, and that a stage holds nothing of other stages."""
 
 from __future__ import annotations
 

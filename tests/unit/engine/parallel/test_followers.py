@@ -1,4 +1,4 @@
-"""Rank 0's end of the other ranks, which are played by the test at the other ends."""
+"""Rank 0's side of the connections to other ranks, which the test simulates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which memory the GPUs of one engine come to share: no GPU, the allocations are played."""
+"""The memory that the GPUs of one engine share: no GPU, the allocations are simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Several stages give what one process gives, whatever is asked for; their ranks are threads."""
+"""Several stages give the results of one process, for all request features; their ranks are
+threads.
+"""
 
 from __future__ import annotations
 

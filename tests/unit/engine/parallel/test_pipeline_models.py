@@ -1,4 +1,4 @@
-"""Two stages of every kind of model give the tokens of one, whatever lies in its layers."""
+"""Two stages of every kind of model give the tokens of one stage, for all kinds of layers."""
 
 from __future__ import annotations
 

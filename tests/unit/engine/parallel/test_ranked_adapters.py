@@ -1,4 +1,4 @@
-"""What rank 0 has of adapters the other ranks have too; a file is a name here, and its digest."""
+"""The other ranks have the same adapters as rank 0; a file is a name here, and its digest."""
 
 from __future__ import annotations
 

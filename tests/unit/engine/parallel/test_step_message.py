@@ -1,4 +1,4 @@
-"""A step survives the way from rank to rank, whatever is in it."""
+"""A step is unchanged after transfer from rank to rank, for all contents."""
 
 from __future__ import annotations
 

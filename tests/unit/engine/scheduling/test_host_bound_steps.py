@@ -1,8 +1,8 @@
-"""Steps that the host takes longer to launch than the device to compute, by a clock that is played:
-what is learned of steps is true, and a promise is kept.
+"""Steps whose launch on the host takes longer than their computation on the device, on a simulated
+clock: the learned step costs are right, and a promise is kept.
 
-A step with more than GRAPH_TOKENS of prompts is launched kernel by kernel. Meanwhile the one before
-ends, and nobody looks.
+A step with more than GRAPH_TOKENS of prompts is launched kernel by kernel. Meanwhile the previous
+step ends, and no poll sees it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps that keep a promise to their decodes, by costs that are known."""
+"""Steps that keep a promise to their decodes, with known costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler between callers: who goes first, who waits, and that everybody gets on."""
+"""The scheduler between callers: who goes first, who waits, and that nobody starves."""
 
 from __future__ import annotations
 

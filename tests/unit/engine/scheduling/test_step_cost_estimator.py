@@ -1,4 +1,4 @@
-"""The measured cost of steps, against played devices with noise and outliers."""
+"""The measured cost of steps, against simulated devices with noise and outliers."""
 
 from __future__ import annotations
 

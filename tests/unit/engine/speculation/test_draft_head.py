@@ -1,5 +1,6 @@
-"""Heads beside small models, of EAGLE-3 and for multi-token prediction: their drafts against the
-formula, their KV through a hand-off, outputs as without them, refusals."""
+"""Draft heads of small models, of EAGLE-3 and for multi-token prediction: their drafts against the
+formula, their KV through a hand-off, outputs as without them, refusals.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundled draft model beside the bundled model: what it drafts, what blocks hold, refusals."""
+"""The bundled draft model with the bundled model: its drafts, the contents of blocks, refusals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How many drafts: against all choices, and played over batches and acceptances.
+"""The number of drafts: against all choices, and simulated over batches and acceptance rates.
 
-The player knows what each step takes and which drafts would be right; the speculator sees what an
-engine would: how long steps took, and what was accepted.
+The simulation knows the time of each step and which drafts would be right; the speculator sees what
+it would in an engine: how long steps took, and what was accepted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drafts of n-grams against a search by hand."""
+"""Drafts of n-grams against a naive search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speculation on the bundled model on a CPU: token for token what is output without it."""
+"""Speculation on the bundled model on a CPU: token for token the output without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An adapter is served if every engine has it; engines are played by the test."""
+"""An adapter is served if every engine has it; engines are simulated by the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted waits and refusals: engines of known cost, on a clock that the test moves."""
+"""Predicted waits and refusals: engines of known cost, on a clock that the test advances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that arrive together, one by one: what else the loop has to do comes between."""
+"""Calls that arrive together are processed one by one: other work of the loop runs in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places on a decode engine: counted from heartbeats and from what one gateway sent."""
+"""Free places on a decode engine: from heartbeats and from this gateway's own dispatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway's connection to one engine over real sockets; the test plays the engine."""
+"""A gateway's connection to one engine over real sockets; the test simulates the engine."""
 
 from __future__ import annotations
 

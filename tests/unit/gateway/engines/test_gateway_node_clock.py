@@ -1,4 +1,4 @@
-"""Stages of calls whose nodes' clocks are wrong: from the engine's desk to the metric."""
+"""Stages of calls whose nodes' clocks are wrong: from the engine's RequestIO to the metric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing and what it reads: load, room, links, and requests that are still on their way."""
+"""Routing and its inputs: load, room, links, and requests that are still on their way."""
 
 from __future__ import annotations
 

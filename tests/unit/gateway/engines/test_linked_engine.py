@@ -1,4 +1,4 @@
-"""What a gateway keeps of what it sent to an engine: nothing is left once that is answered."""
+"""A gateway's records of what it sent to an engine: none is left once the engine has responded."""
 
 from __future__ import annotations
 

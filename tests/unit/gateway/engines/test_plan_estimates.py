@@ -1,4 +1,4 @@
-"""The chosen plan beside a search through all, and how plans that are alike are shared out."""
+"""The chosen plan against a search through all, and the distribution over equivalent plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is noted of plans, for people: against estimates of all plans, one after the other."""
+"""The record of plans for people: against estimates of all plans, one after the other."""
 
 from __future__ import annotations
 

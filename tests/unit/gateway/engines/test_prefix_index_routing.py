@@ -1,4 +1,4 @@
-"""What the index is for: the longest cached prefix is preferred, weighed against load."""
+"""Routing by the index: the longest cached prefix is preferred, weighed against load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetch or compute: what a fetch is estimated to take, and when it is chosen."""
+"""Fetch or compute: the estimated time of a fetch, and when it is chosen."""
 
 from __future__ import annotations
 

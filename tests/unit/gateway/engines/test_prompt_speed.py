@@ -1,4 +1,4 @@
-"""How fast an engine computes prompts, by its measured step, against the steps themselves."""
+"""The prompt throughput of an engine from its measured step costs, against the steps themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A burst of one prompt lands together, and what was sent is forgotten when the index has it."""
+"""A burst of one prompt goes to one engine; sent prompts are forgotten once the index has them."""
 
 from __future__ import annotations
 

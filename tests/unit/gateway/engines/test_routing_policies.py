@@ -1,4 +1,6 @@
-"""Each policy by its name: whom it takes, that nobody is taken who cannot, what is cached."""
+"""Each policy by its name: which engine it chooses, that unsuitable engines are never chosen, and
+the cached tokens.
+"""
 
 from __future__ import annotations
 

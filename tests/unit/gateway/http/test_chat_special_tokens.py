@@ -1,4 +1,6 @@
-"""Special tokens of a chat are the template's own: with transformers and the library as oracles."""
+"""Special tokens of a chat come only from the template: with transformers and the library as
+oracles.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page's server side: what became of engines, who is sent what, headers, files, limits."""
+"""The page's server side: states of engines, recipients of data, headers, files, limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stream of events whose reader stops, and reads on."""
+"""A stream of events whose reader stops and then continues."""
 
 from __future__ import annotations
 

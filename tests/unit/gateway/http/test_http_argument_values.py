@@ -1,4 +1,4 @@
-"""What an argument that was written as text stands for, by any schema that a request may have."""
+"""The value of an argument that was written as text, for any schema that a request may have."""
 
 from __future__ import annotations
 

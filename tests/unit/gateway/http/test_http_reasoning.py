@@ -1,4 +1,4 @@
-"""Reasoning told from the answer, however it is cut; what templates and grammars make of it."""
+"""Separation of reasoning and answer, for any chunking; the handling by templates and grammars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients read: log-probabilities, choices, chat templates as transformers renders them."""
+"""Response formats: log-probabilities, choices, chat templates as transformers renders them."""
 
 from __future__ import annotations
 

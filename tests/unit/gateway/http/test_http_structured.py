@@ -1,4 +1,4 @@
-"""How clients ask for structured output over HTTP and gRPC: one constraint each, or one refusal."""
+"""Requests for structured output over HTTP and gRPC: one constraint each, or one refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls in a model's text: the same deltas however the text was cut into pieces."""
+"""Tool calls in a model's text: the same deltas for any chunking of the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page's rates of plans: of the last seconds, whatever part of one has passed."""
+"""The page's rates of plans: over the last seconds, including the fraction of the current one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations behind response ids: bounded in bytes, fair between tenants, gone after a while."""
+"""Conversations behind response ids: bounded in bytes, fair between tenants, and they expire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands before every HTTP route: hosts, origins, scopes, sessions. No socket is opened."""
+"""The checks before every HTTP route: hosts, origins, scopes, sessions. No socket is opened."""
 
 from __future__ import annotations
 

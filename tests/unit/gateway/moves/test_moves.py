@@ -1,4 +1,4 @@
-"""Which requests move, and where: engines of known cost; then a gateway with fake engines."""
+"""Which requests move, and where: with engines of known cost; then a gateway with fake engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gateway tells whoever started it: that its request can be pasted into a shell."""
+"""The start-up message of a gateway: its request can be pasted into a shell."""
 
 from __future__ import annotations
 

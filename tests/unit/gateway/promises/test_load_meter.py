@@ -1,4 +1,6 @@
-"""The load of the last seconds: over how many of them, and what of the prompts that wait counts."""
+"""The load of the last seconds: the length of the window, and the share of waiting prompts that
+counts.
+"""
 
 from __future__ import annotations
 

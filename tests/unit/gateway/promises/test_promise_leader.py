@@ -1,4 +1,6 @@
-"""A gateway that decides: heartbeats in, orders out; leases that come, go, and are believed in."""
+"""A gateway that decides: heartbeats in, orders out; leases that begin, end, and are wrongly
+assumed.
+"""
 
 from __future__ import annotations
 

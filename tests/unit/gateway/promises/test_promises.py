@@ -1,4 +1,4 @@
-"""How many engines promise nothing, and which: by loads and costs that are known."""
+"""How many engines promise nothing, and which: with known loads and costs."""
 
 from __future__ import annotations
 

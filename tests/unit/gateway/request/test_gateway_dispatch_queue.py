@@ -1,4 +1,6 @@
-"""What waits at the gateway: who goes first, what is held back, and that nothing is left behind."""
+"""Requests that wait at the gateway: who goes first, what is held back, and that nothing is left
+behind.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A running request that moves from one engine to another: by hand, and in every order of what both
-engines send. The client sees the tokens of one engine, each once, whatever happens."""
+"""A running request that moves from one engine to another: by hand, and in every order of both
+engines' messages. In all cases the client sees the tokens of one engine, each once.
+"""
 
 from __future__ import annotations
 

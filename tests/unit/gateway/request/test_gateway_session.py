@@ -1,4 +1,4 @@
-"""A session against fake links: every way a request can go, one at a time."""
+"""A session against fake links: every path of a request, one at a time."""
 
 from __future__ import annotations
 

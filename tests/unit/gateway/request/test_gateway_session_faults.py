@@ -1,8 +1,9 @@
 """A session against simulated engines under every interleaving of messages, losses and retries.
 
-The engines play the contract: a source computes one token, a puller goes on once the source is
-done, fails if the source is gone, and bows out if the source ended the request. Their messages
-travel one by one, may be doubled, and still arrive after a cancel. The oracle is a fixed text.
+The engines follow the contract: a source computes one token, a puller continues once the source is
+done, fails if the source is gone, and withdraws if the source ended the request. Their messages are
+delivered one by one, may be duplicated, and still arrive after a cancel. The oracle is a fixed
+text.
 """
 
 from __future__ import annotations

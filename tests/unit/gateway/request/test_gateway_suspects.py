@@ -1,4 +1,6 @@
-"""What kills engines takes nobody with it: sessions on engines that die, and are started again."""
+"""Requests that kill engines affect no other request: sessions on engines that die and are
+restarted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing from inside reaches a caller: no trace, no path, no address, whatever broke."""
+"""No internals reach a caller: no trace, no path, no address, for any error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys: what a file may hold, what a caller must show, what a browser holds instead."""
+"""API keys: the contents of a key file, the credentials of a caller, the session of a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The series that a gateway exports before anything happened."""
+"""The series that a gateway exports before any event."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The sample of calls that a row keeps for SLOs: whoever added them, and in whatever parts, each
-call is as likely to be in it."""
+"""The sample of calls that a row keeps for SLOs: each call is equally likely to be in it, however
+the calls were added and merged.
+"""
 
 from __future__ import annotations
 

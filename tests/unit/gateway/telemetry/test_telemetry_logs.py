@@ -1,4 +1,4 @@
-"""Log lines: JSON that machines can read, no prompt unless it was asked for, no floods."""
+"""Log lines: machine-readable JSON, no prompt unless it was requested, no floods."""
 
 from __future__ import annotations
 

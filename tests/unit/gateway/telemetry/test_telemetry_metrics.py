@@ -1,4 +1,4 @@
-"""What /metrics says of calls and engines that are known, read by Prometheus' own parser."""
+"""The contents of /metrics for known calls and engines, read by Prometheus' own parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans of a call, as an exporter gets them; skipped where OpenTelemetry is not installed."""
+"""Spans of a call, as an exporter gets them; skipped if OpenTelemetry is not installed."""
 
 from __future__ import annotations
 

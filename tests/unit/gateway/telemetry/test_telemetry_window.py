@@ -1,4 +1,4 @@
-"""The sliding window against brute force over everything that happened."""
+"""The sliding window against brute force over all events."""
 
 from __future__ import annotations
 

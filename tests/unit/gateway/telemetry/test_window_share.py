@@ -1,4 +1,4 @@
-"""What gateways show of each other, against one window that had all their calls."""
+"""The windows that gateways share, against one window with all their calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where texts are tokenised, which are refused before, and what a failing library does."""
+"""Where texts are tokenised, which are refused before, and the handling of a failing library."""
 
 from __future__ import annotations
 

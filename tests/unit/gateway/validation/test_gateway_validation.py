@@ -1,4 +1,4 @@
-"""The validator, row by row: what is refused, by which error and field; what defaults mean."""
+"""The validator, row by row: refusals with error and field; the meaning of defaults."""
 
 from __future__ import annotations
 

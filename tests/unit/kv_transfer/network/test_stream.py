@@ -1,4 +1,4 @@
-"""Deadlines for what a peer does beside its connection; silence, and connections that break."""
+"""Deadlines for a peer's work outside its connection; silence, and connections that break."""
 
 from __future__ import annotations
 

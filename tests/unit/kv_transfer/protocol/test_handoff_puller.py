@@ -1,4 +1,4 @@
-"""The puller's state machine, path by path: which KV is on its way, and when it may be used."""
+"""The puller's state machine, path by path: which KV is in transfer, and when it may be used."""
 
 from __future__ import annotations
 

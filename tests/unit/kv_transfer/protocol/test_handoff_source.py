@@ -1,4 +1,4 @@
-"""The source's state machine, path by path: what is kept for whom, and until when."""
+"""The source's state machine, path by path: which KV is held for which puller, and until when."""
 
 from __future__ import annotations
 

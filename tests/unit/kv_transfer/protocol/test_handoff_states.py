@@ -1,6 +1,6 @@
-"""Source and puller joined, under every fault that Hypothesis can think of, over real bytes.
+"""Source and puller joined, under all faults that Hypothesis generates, over real bytes.
 
-What must hold at each step is asserted in fakes/handoff/handoff_world.py: blocks released and
+The invariants of each step are asserted in fakes/handoff/handoff_world.py: blocks released and
 reservations dropped exactly once, never under a copy; each intent ends once; no wrong byte is ever
 attached.
 """

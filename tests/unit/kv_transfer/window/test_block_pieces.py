@@ -1,4 +1,4 @@
-"""Which heads are pulled from where, for all pairs of TP sizes, against KV that is cut by hand."""
+"""Which heads are pulled from where, for all pairs of TP sizes, against manually sliced KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing a transport, and the one that lives inside a process."""
+"""Choosing a transport, and the in-process transport."""
 
 from __future__ import annotations
 

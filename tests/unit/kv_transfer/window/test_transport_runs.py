@@ -1,4 +1,4 @@
-"""What `cuda_ipc` computes before it touches a GPU: pieces of copies, descriptions, the choice."""
+"""What `cuda_ipc` computes before it uses a GPU: pieces of copies, descriptions, the choice."""
 
 from __future__ import annotations
 

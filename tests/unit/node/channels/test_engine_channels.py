@@ -1,4 +1,4 @@
-"""All channels of one engine, over real sockets; the test is its loop and all other ends."""
+"""All channels of one engine, over real sockets; the test simulates its loop and all other ends."""
 
 from __future__ import annotations
 

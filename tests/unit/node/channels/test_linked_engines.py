@@ -1,4 +1,6 @@
-"""Hand-offs between two engine loops over a real channel, and what breaks and replacements do."""
+"""Hand-offs between two engine loops over a real channel, and the effect of breaks and
+replacements.
+"""
 
 from __future__ import annotations
 

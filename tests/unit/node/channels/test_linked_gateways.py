@@ -1,4 +1,4 @@
-"""An engine's loop and gateways over real channels: work, breaks, replacement, an orderly end."""
+"""An engine's loop and gateways over real channels: work, breaks, replacement, shutdown."""
 
 from __future__ import annotations
 

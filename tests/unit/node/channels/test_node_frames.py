@@ -1,4 +1,4 @@
-"""Frames over a socket pair: both sides, ends, and what is no frame."""
+"""Frames over a socket pair: both sides, ends, and invalid frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine loop waits for: items of other threads and sockets, in one place."""
+"""The inbox of the engine loop: items of other threads and sockets, in one place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer whose connection stands and who says nothing: over real sockets, the test is its loop."""
+"""A peer whose connection stays open without messages: over real sockets, the test is its loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A puller dials every source that it hears of, and again, over real sockets."""
+"""A puller dials every announced source, and redials it, over real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dispatches and orders wait for a thread that reads adapters; the test lets it read."""
+"""Dispatches and orders wait for a thread that reads adapters; the test controls its reads."""
 
 from __future__ import annotations
 

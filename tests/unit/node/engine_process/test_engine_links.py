@@ -1,4 +1,6 @@
-"""Where an engine's links come from: its listener, its dialer; who is let in, and how it ends."""
+"""The origin of an engine's links: its listener, its dialer; which peers are accepted, and the
+shutdown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dispatch with a new grammar waits for it beside the engine loop, and holds nobody up."""
+"""A dispatch with a new grammar waits for it outside the engine loop and delays no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine loop says of its queue in heartbeats, and when."""
+"""What an engine loop reports about its queue in heartbeats, and when."""
 
 from __future__ import annotations
 

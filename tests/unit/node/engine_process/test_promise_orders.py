@@ -1,4 +1,4 @@
-"""Orders about an engine's promise: of the newest lease, and of no other."""
+"""Orders about an engine's promise: only those of the newest lease are followed."""
 
 from __future__ import annotations
 

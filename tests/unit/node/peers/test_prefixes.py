@@ -1,4 +1,4 @@
-"""A prompt whose prefix another engine has: pulled from there, and computed where that fails."""
+"""A prompt whose prefix another engine has: pulled from there, and computed if that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits for a source's step: begun when it is over, and always reported."""
+"""Pulls that wait for a source's step: begun when it has completed, and always reported."""
 
 from __future__ import annotations
 

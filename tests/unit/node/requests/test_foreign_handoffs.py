@@ -1,5 +1,6 @@
-"""Two engines, joined, where one side, or a gateway, does what it should not: one request fails,
-and the others go on."""
+"""Two engines, joined, where one side, or a gateway, violates the protocol: one request fails, and
+the others continue.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two engines with their roles and loops, joined: whole hand-offs and all the ways they may end."""
+"""Two engines with their roles and loops, joined: whole hand-offs and all their possible ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a puller counts of its hand-offs reaches the gateway; what was called off is not counted."""
+"""A puller's transfer counts reach the gateway; cancelled hand-offs are not counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests under which an engine died another one takes."""
+"""Which requests that were running when an engine died are accepted by another engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Between a supervisor and an engine's frames, and the node's own calls: who may ask what."""
+"""The frames between a supervisor and an engine, and the node's own RPCs: which callers are
+allowed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A node's end: its engines drain at once, whatever Redis does, and a second signal is heard."""
+"""A node's shutdown: its engines drain at once, whatever the state of Redis, and a second signal
+works.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A host of ranks that dials: what ends it, and what it waits for. The test answers its dials."""
+"""A host of ranks that dials rank 0: what ends it, and what it waits for. The test accepts its
+dials.
+"""
 
 from __future__ import annotations
 
