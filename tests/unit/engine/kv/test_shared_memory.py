@@ -137,7 +137,7 @@ def mapped_pools() -> int:
 
 
 def test_closing_gives_the_memory_back_once_the_last_tensor_is_gone() -> None:
-    gc.collect()  # those of other tests
+    gc.collect()  # tensors of other tests
     before = mapped_pools()
     pool = CpuKvMemory(LAYOUT, 10)
     tensor = pool.tensor
