@@ -17,8 +17,8 @@ OWN = (700, 11, 12)
 
 @pytest.fixture(autouse=True)
 def settings() -> Iterator[None]:
-    """Undo pytest's own settings: it excludes what it has loaded from collections, as some users
-    do."""
+    """Set thresholds, and freeze objects again afterwards: pytest excludes what it has loaded from
+    collections, as some users do."""
     before = gc.get_threshold()
     gc.set_threshold(*OWN)
     yield

@@ -187,8 +187,8 @@ async def test_a_part_that_breaks_begins_again_and_each_kind_is_logged_once(
 async def test_of_a_group_of_errors_the_first_says_the_kind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Errors of a group are told apart by the first error's kind: a TaskGroup raises all errors of
-    its tasks at one place, as one kind."""
+    """A group of errors counts as its first error's kind: a TaskGroup raises all its tasks' errors
+    at one place, as one kind."""
     kinds = (KeyError, KeyError, ValueError)
     part = Part(*(ExceptionGroup("", [ExceptionGroup("", [kind()])]) for kind in kinds))
     running = asyncio.create_task(loop_watch.keep_running("the part", part.run))

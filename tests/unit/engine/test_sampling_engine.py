@@ -404,7 +404,7 @@ def test_logits_that_are_not_numbers_fail_their_request_alone(models: Models) ->
 
 
 def test_many_ask_at_once(models: Models) -> None:
-    """Log-probabilities and masks are right for more rows than are processed at once."""
+    """Outputs are right for more rows than the sampler processes at once."""
     short = dataclasses.replace(EVERYTHING, max_tokens=2, min_tokens=2)
     groups = [
         new_request(

@@ -30,7 +30,7 @@ GREEDY = SampleSpec(SamplingParams(temperature=0.0), key=0)
 
 @dataclass
 class Pair:
-    """One checkpoint in both implementations."""
+    """One checkpoint in transformers and in our runner."""
 
     theirs: PreTrainedModel
     ours: ModelRunner

@@ -181,7 +181,7 @@ def test_preempted_requests_keep_their_adapter(world: World) -> None:
     engine = lora(world.base, num_kv_blocks=24, max_model_len=80, enable_prefix_caching=False)
     outputs_of(
         engine, [request(PROMPTS[2], n, num_tokens=1) for n in range(64)]
-    )  # "outputs are short"
+    )  # so that outputs are expected to be short
     assert mixed(world, engine) == world.expected
     assert engine.engine.stats.totals().num_preemptions > 0
     engine.close()

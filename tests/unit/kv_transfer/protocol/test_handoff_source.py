@@ -331,7 +331,7 @@ def test_an_early_attach_of_the_wrong_puller_yields_to_the_ticket(world: World) 
 def test_a_ticket_is_good_for_one_request(world: World) -> None:
     world.offer()
     second = world.feed(Offered(ticket(1), "other key", DEADLINE_S))
-    assert second == [ReleaseBlocks(T, "other key", None)]  # errors do not compare
+    assert second == [ReleaseBlocks(T, "other key", None)]  # errors are not compared
     assert released(second) is HandoffFailed
     world.hear(Attach(T))
     world.chunk(0, 3)

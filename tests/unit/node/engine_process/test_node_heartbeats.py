@@ -101,7 +101,7 @@ def test_what_the_prefix_cache_holds_does_not_count_but_for_prompt_logprobs(
     scored = replace(again, attempt=2, sampling=replace(again.sampling, prompt_logprobs=0))
     for one, expected in ((again, 4), (scored, 40)):
         world.clock.advance(RECOUNT_S)
-        for number in (8, 9):  # both are in the step; the second starts it
+        for number in (8, 9):  # the step computes 8 of their tokens
             local(world, world.prefill, number + 10 * one.attempt, 30, caller_id=1)
         world.dispatch(one, world.prefill, None, 60.0)
         heard.clear()

@@ -157,7 +157,8 @@ def test_first_token_is_sent_before_the_manifest_that_follows_from_it() -> None:
 
 
 def test_first_token_that_is_the_last_is_sent_before_the_hand_off_is_called_off() -> None:
-    """Else the gateway would first receive the decode engine's failure, and could not tell why."""
+    """The output is sent before the revocation; else the gateway might first learn from the decode
+    engine that no hand-off comes."""
     world = linked_world()
     world.hand_off(request(1, 3, max_tokens=1))
     world.turn(world.decode)

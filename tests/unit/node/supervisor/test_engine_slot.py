@@ -53,7 +53,7 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: list[str] = []
         self.engines: list[FakeEngine] = []
-        self.failures: list[StartupFailed] = []  # of the next starts
+        self.failures: list[StartupFailed] = []  # raised by the next starts
         self.may_start, self.may_leave = asyncio.Event(), asyncio.Event()
         self.may_start.set()
         self.may_leave.set()

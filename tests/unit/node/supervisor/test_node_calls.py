@@ -102,7 +102,7 @@ class FakeContext:
 
     def __init__(self) -> None:
         self.written: asyncio.Queue[Any] = asyncio.Queue()
-        self.shaken: asyncio.Queue[bytes] = asyncio.Queue()  # the handshake's
+        self.shaken: asyncio.Queue[bytes] = asyncio.Queue()  # handshake messages
         self.status: grpc.StatusCode | None = None
 
     async def write(self, message: Any) -> None:
