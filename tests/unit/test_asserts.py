@@ -13,8 +13,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def test_every_module_of_the_tests_keeps_its_asserts() -> None:
-    """pytest rewrites the asserts of test modules, and of the modules that conftest.py
-    registers."""
+    """pytest rewrites the asserts of test modules and of those that conftest.py names."""
     plain = [
         name
         for name, module in list(sys.modules.items())

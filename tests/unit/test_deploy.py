@@ -188,8 +188,7 @@ def test_yaml_parses(path: Path) -> None:
 
 
 def test_compose_is_by_its_specification() -> None:
-    """The compose file is valid by compose-spec/compose-spec at 170098b, whose licence lies beside
-    it."""
+    """The compose file is valid by compose-spec/compose-spec at 170098b (licence beside it)."""
     schema = json.loads((SCHEMAS / "compose-spec.json").read_text())
 
     def faults() -> list[str]:

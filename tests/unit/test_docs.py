@@ -65,8 +65,7 @@ def absent(text: str, at: Path, names: set[str]) -> Iterator[str]:
 
 
 def source() -> str:
-    """All Python code of the product as one text, with string literals joined as Python
-    joins them."""
+    """All Python code of the product as one text, with adjacent string literals joined."""
     skip = {"tests", "bench", "docs", "build"}
     files = [
         path

@@ -59,8 +59,7 @@ def computed_tokens(simulation: Simulation) -> int:
 
 
 async def test_a_hot_prefix_is_fetched_by_others() -> None:
-    """A hot prefix is fetched by the other engines: the one that has it could compute two thirds of
-    the load."""
+    """A hot prefix is fetched by others; the engine that has it could compute 2/3 of the load."""
     sim, chance = simulation(4), random.Random(1)
     calls, due_s = [(0.0, prompt((0, 8192)), "")], 1.0
     for number in range(150):

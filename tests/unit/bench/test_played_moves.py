@@ -71,8 +71,7 @@ def test_a_broken_promise_is_mended_by_a_few_moves(num_gateways: int) -> None:
 
 
 async def play_withdrawal(*, moves: bool) -> Simulation:
-    """Sixteen requests decode on two engines when one of them withdraws its promise, to compute
-    prompts alone."""
+    """Sixteen requests decode on two engines when one of them is set to compute prompts alone."""
     setups = {
         "prefill": EngineSetup(Role.PREFILL, PROMISE_S, 2048, 8192),
         "decode": EngineSetup(Role.DECODE, PROMISE_S),

@@ -13,8 +13,7 @@ BOTH = EngineSetup(Role.DECODE, 0.024)
 
 
 async def test_two_gateways_do_not_send_to_the_same_engine_within_a_moment() -> None:
-    """The engine with fewer decodes is the best for both gateways until its first prompt is
-    reported."""
+    """The engine with fewer decodes is the best for both until its first prompt is reported."""
     simulation = Simulation(H200_8B, {"one": BOTH, "other": BOTH}, num_gateways=2)
     for due_s in (0.0, 0.1, 0.2):
         simulation.at(due_s, lambda: simulation.call(16, 1000))

@@ -133,8 +133,7 @@ async def test_what_cannot_be_is_said_before_anything_is_started(up: UpConfig, w
 async def test_a_part_that_ends_before_all_are_linked_ends_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A process that ends after it is ready, but before all are linked, fails the start with its
-    last line."""
+    """A process that ends when ready, but before all are linked, fails the start with its error."""
 
     async def never(*_: object) -> int:
         await asyncio.Event().wait()
@@ -253,8 +252,7 @@ def test_lines_that_nobody_reads_end_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("error", [BrokenPipeError(), UnicodeEncodeError("ascii", "", 0, 1, "")])
 async def test_a_part_is_read_to_its_end_whatever_becomes_of_its_lines(error: Exception) -> None:
-    """A child's output is read to its end even if its lines cannot be printed: with a full pipe the
-    child would block."""
+    """Output is read to its end even if it cannot be printed: a full pipe blocks the child."""
     heard: list[str] = []
 
     def report(name: str, line: str) -> None:

@@ -44,8 +44,7 @@ class Mortal:
 
 
 async def test_a_part_that_lived_long_may_end_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that lived long may end again; one that ends repeatedly within a short time ends
-    the deployment."""
+    """A process that lived long may end again; one that ends repeatedly ends the deployment."""
 
     async def start(name: str, *_: object, **__: object) -> Mortal:
         return Mortal(name)

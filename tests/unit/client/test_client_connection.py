@@ -136,7 +136,7 @@ def connections_to(address: str) -> int:
 
 
 def test_a_ca_is_pem(tmp_path: Path) -> None:
-    """A CA file that is not PEM is refused at once; gRPC would report an unavailable gateway at
+    """A CA file that is not PEM is refused; gRPC would report an unavailable gateway at
     each call."""
     (tmp_path / "ca.crt").write_bytes(b"\x30\x82")
     for kind in (Client, AsyncClient):
@@ -146,8 +146,7 @@ def test_a_ca_is_pem(tmp_path: Path) -> None:
 
 
 def test_a_gateway_that_was_away_for_long_is_found_soon() -> None:
-    """Reconnection waits 2 s at most; by default gRPC waits up to two minutes, in which every call
-    fails at once."""
+    """Reconnection waits 2 s at most; gRPC's default is two minutes, in which every call fails."""
 
     class Driver:
         def insecure_channel(self, target: str, options: Any) -> dict[str, int]:

@@ -287,8 +287,7 @@ def test_a_stream_that_ends_without_a_result_is_an_error() -> None:
 
 
 class Left(Failure, grpc.RpcError):
-    """A call of two samples that its client has cancelled; like gRPC's calls, it is
-    also the error."""
+    """A call of two samples that its client has cancelled; like gRPC's, it is also the error."""
 
     def __init__(self) -> None:
         super().__init__(grpc.StatusCode.CANCELLED)

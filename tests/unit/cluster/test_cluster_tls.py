@@ -57,8 +57,7 @@ def test_keys_are_their_owner_s_to_read(certs: Path) -> None:
 
 
 def handshake(server: ssl.SSLContext, ca: Path, name: str = "localhost") -> bytes:
-    """A whole handshake in memory; returns the certificate that the client received, DER. Raises
-    SSLError."""
+    """A handshake in memory; returns the certificate received by the client (DER), or SSLError."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     context = ssl.create_default_context(cafile=str(ca))
     client = context.wrap_bio(to_client, to_server, server_hostname=name)
@@ -127,8 +126,7 @@ def test_a_new_certificate_counts_from_the_next_handshake_on(
 def test_a_pair_is_read_whole_or_not_at_all(
     certs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """gRPC's bytes and HTTP's context, which OpenSSL reads from the files, are of the
-    same version."""
+    """gRPC's bytes and HTTP's context, which OpenSSL reads from files, are of the same version."""
     pair = (tmp_path / "tls.crt", tmp_path / "tls.key")
 
     def write(name: str) -> None:

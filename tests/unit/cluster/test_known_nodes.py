@@ -65,8 +65,7 @@ class Nodes:
 
 
 class World:
-    """The directory under test, with all its surroundings simulated. `known` is a watcher's last
-    list."""
+    """The directory under test in simulated surroundings. `known` is a watcher's last list."""
 
     def __init__(self, roles: Sequence[Role] = BOTH) -> None:
         self.redis, self.nodes, self.clock = Redis(), Nodes(), FakeClock()
@@ -260,8 +259,7 @@ async def test_a_puller_asks_sources_alone() -> None:
 
 
 async def test_who_begins_to_watch_without_redis_gets_what_is_known(world: World) -> None:
-    """A watcher that starts while Redis is away gets the known nodes, as an engine that restarts
-    needs its sources."""
+    """A watcher that starts without Redis gets the known nodes, for a restarted engine."""
     await world.lose_redis_that_has(P1, D1)
     world.nodes.answers[P1.address] = entries(P2)
     await world.pass_by()
@@ -294,8 +292,7 @@ async def test_a_watcher_is_told_what_broke_the_look_and_who_watches_again_looks
 
 
 def test_an_answer_s_entries_are_none_for_redis() -> None:
-    """A node's reply must not count as an entry of Redis: otherwise a recorded one could be put
-    there."""
+    """Redis must not accept the entries of a node's reply: anyone could have recorded them."""
     (entry,) = entries(P1)
     with pytest.raises(BadEntry, match="too old"):
         decode_entry(entry, SECRET).check_age(now_ms=1_790_000_000_000)

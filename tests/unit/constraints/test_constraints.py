@@ -359,8 +359,7 @@ print(resident(), grammars.num_kept_bytes)
 @pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_distinct_schemas_in_a_row_fill_no_memory(model_dir: Path, count: int) -> None:
-    """The cache counts at least the memory that its grammars use, and releases the memory of
-    evicted ones."""
+    """The cache counts at least the memory of its grammars, and frees that of evicted ones."""
     arguments = (str(model_dir), str(VOCAB_SIZE), str(EOS_ID), str(count))
     first, half, last, counted = _resident_bytes(_CODE, *arguments)
     assert counted <= 64 << 20

@@ -177,8 +177,7 @@ def test_close_is_for_good_and_for_both(ends: tuple[Channel, socket.socket]) -> 
 
 
 def test_a_close_beside_writers_harms_no_later_descriptor() -> None:
-    """A thread that writes to a channel being closed writes nothing to a descriptor reused after
-    it."""
+    """A thread that writes to a closing channel does not write to a reused descriptor."""
     for _ in range(50):
         ours, theirs = socket.socketpair()
         channel = Channel(ours)

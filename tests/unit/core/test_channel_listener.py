@@ -274,8 +274,7 @@ def test_silent_strangers_keep_nobody_out(engine: Engine, is_local: bool) -> Non
 
 
 def test_strangers_do_not_push_out_who_has_proven_itself(engine: Engine, is_local: bool) -> None:
-    """Connections without a handshake do not displace a peer that has proven itself and waits for
-    the directory."""
+    """Unproven connections do not displace a proven peer that waits for the directory."""
     may_pass, waits = threading.Event(), threading.Event()
 
     def check(opening: Opening, names: frozenset[str] | None) -> None:

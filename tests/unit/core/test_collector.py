@@ -51,8 +51,7 @@ def test_in_a_process_that_is_not_ours_nothing_is_kept_out_of_collections() -> N
 
 
 def test_what_is_collected_may_have_settled() -> None:
-    """The collection at the start of `settle` may free an object that unsettles in
-    another thread."""
+    """The collection in `settle` may free an object that unsettles in another thread."""
 
     class Owner:
         def __init__(self) -> None:
@@ -104,8 +103,7 @@ def test_some_are_collected_where_enough_is_new() -> None:
 
 
 def test_what_survives_is_collected_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An older generation is collected once the younger one was collected often enough, as by
-    Python's own rule."""
+    """A generation is collected after enough collections of the younger one, as in Python."""
     gc.set_threshold(20_000, *OWN[1:])
     gc.collect()
     old = cycles(10)

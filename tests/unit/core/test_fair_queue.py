@@ -153,8 +153,7 @@ TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, de
 @given(st.lists(st.lists(TOKENS, min_size=40, max_size=40), min_size=2, max_size=5))
 @settings(max_examples=40)
 def test_callers_that_always_wait_are_served_alike(prompts: list[list[int]]) -> None:
-    """Service of waiting callers never differs by more than twice the largest charge, as the paper
-    proves."""
+    """Service of waiting callers differs by at most twice the largest charge, as in the paper."""
     queue: FairQueue[tuple[int, int]] = FairQueue()
     for caller_id, lengths in enumerate(prompts):
         for index, length in enumerate(lengths):

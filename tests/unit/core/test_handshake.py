@@ -156,8 +156,7 @@ def mutated(message: bytes, chance: random.Random) -> bytes:
 
 
 def run_mutants(num_mutants: int, seed: int) -> int:
-    """Alter one of the three messages of each handshake; returns how many handshakes passed
-    nevertheless."""
+    """Alter one of the three messages of each handshake; returns how many still passed."""
     chance, num_passed = random.Random(seed), 0
     for _ in range(num_mutants):
         ours, theirs = dialer(), listener()

@@ -37,7 +37,7 @@ def test_rest_brings_no_more_than_a_burst() -> None:
 def test_no_minute_has_more_than_twice_the_limit_and_waiting_always_helps(
     per_minute: int, asks: Sequence[tuple[float, int]]
 ) -> None:
-    """A full bucket and its refill bound any window of a minute, and waiting for the reported time
+    """A full bucket and its refill bound any minute, and waiting for the reported time
     is enough."""
     bucket, now_s = TokenBucket(per_minute, 60, 0.0), 0.0
     spent: list[tuple[float, int]] = []

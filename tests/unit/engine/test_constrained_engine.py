@@ -160,8 +160,7 @@ def handed_over(demo: Demo, request: Request) -> list[int]:
 
 
 def test_a_retry_goes_on_where_the_last_attempt_was_lost(demo: Demo) -> None:
-    """A retry continues with the same tokens after any number of tokens; all retries run in one
-    batch."""
+    """A retry after any number of tokens continues with the same ones; all run in one batch."""
     requests = everything(demo)
     wholes = demo.run(*requests)
     streamed = [
@@ -356,8 +355,7 @@ def test_small_pools_do_preempt(grammars: Grammars) -> None:
 
 
 def test_others_keep_the_device_busy(grammars: Grammars) -> None:
-    """While unconstrained sequences run ahead, a constrained one takes part in every
-    second step."""
+    """While unconstrained sequences run ahead, a constrained one is in every second step."""
     free = ask([1, 2], None, 1, max_tokens=40)
     long = Constraint(ConstraintKind.REGEX, "[a-z]{100}")
     bound = ask([3, 4], long, 2, max_tokens=20)
@@ -416,8 +414,7 @@ def test_a_stop_id_ends_it_early(grammars: Grammars) -> None:
 
 
 def test_what_cannot_go_on_fails_alone(grammars: Grammars) -> None:
-    """A request fails alone if the grammar rejects its earlier attempt's tokens (a
-    faulty gateway)."""
+    """A request fails alone if the grammar rejects its earlier attempt's tokens."""
     lost = dataclasses.replace(ask([1, 2, 3], REGEX, 1), output_token_ids=(ord("x"),))
     lost = dataclasses.replace(lost, fork_ids=("e" * 32,))
     others = mixture(3, 3)

@@ -44,15 +44,14 @@ FINGERPRINT = "fake"
 
 
 class Optimist(OutputLengthEstimator):
-    """Estimates that every request ends at once, so that memory runs out and sequences are
-    preempted."""
+    """Estimates that requests end at once, so that memory runs out and sequences are preempted."""
 
     def estimate(self, num_generated: int, max_tokens: int) -> int:
         return 1
 
 
 def new_engine(capacity: int = 60, *, optimistic: bool = False, **options: object) -> Engine:
-    """An engine of `capacity` blocks of 4 tokens over a fake runner; options are those of
+    """An engine of `capacity` blocks of 4 tokens over a fake runner, with options of
     EngineLimits."""
     num_blocks = capacity + NUM_RESERVED_BLOCKS
     is_caching = bool(options.pop("enable_prefix_caching", True))
@@ -278,8 +277,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.offered)
     @rule()
     def reserve(self) -> None:
-        """Queue one offered request for blocks, and take the next reservation that has
-        its blocks."""
+        """Queue one offered request for blocks, and take the next reservation with its blocks."""
         if key := next((key for key in self.offered if key not in self.puller.by_key), None):
             self.puller.reserve(self.requests[key])
         reservation = self.puller.next_reservation()
@@ -343,8 +341,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert_idle(engine)
 
     def drain(self) -> bool:
-        """Run one round and return whether there was progress. A stalled engine must not report
-        work."""
+        """Run one round; returns whether there was progress. A stalled engine reports no work."""
         has_moved = False
         for engine in self.engines:
             if engine.has_work:
@@ -419,8 +416,7 @@ def test_a_good_estimate_needs_no_preemption() -> None:
 
 
 def test_history_lets_more_requests_in() -> None:
-    """Both requests may take all memory; the second waits until past outputs have been seen to be
-    short."""
+    """Both requests may take all memory; the second waits until past outputs were short."""
     prompt = next([p] for p in range(1000) if first_tokens([p], 3)[2] == EOS)
     for num_seen, num_running in [(0, 1), (1, 2)]:
         engine = new_engine(12)
@@ -628,8 +624,7 @@ def test_a_held_request_that_ends_with_its_first_token_holds_nothing() -> None:
 
 @pytest.fixture
 def handed_over() -> Iterator[tuple[Engine, Engine, Request, int]]:
-    """A source with a computed request of 14 tokens, an idle puller, the request and its first
-    token."""
+    """A source with a computed request of 14 tokens, an idle puller, request and first token."""
     source, puller = new_engine(), new_engine()
     request = new_request("r", range(14), max_tokens=9)
     source.add(request, hold=True)

@@ -60,8 +60,8 @@ class Played:
         self.engine.add(replace(request, caller_id=caller_id), hold=True)
 
     def run(self, coming: list[tuple[float, int]], num_bulk_left: int) -> None:
-        """Run until `num_bulk_left` bulk prompts are left; `coming` has arrival time and length of
-        the light ones."""
+        """Run until few bulk prompts are left; `coming` has arrival times and lengths of light
+        ones."""
         num_bulk = self.engine.stats.load().num_waiting
         coming.reverse()
 
@@ -150,8 +150,7 @@ def test_a_step_is_launched_before_the_one_in_front_of_it_ends() -> None:
 
 
 def test_a_prompt_that_comes_beside_decodes_is_in_the_next_step() -> None:
-    """A prompt that arrives in the middle of a decode step is in the next step, and the device has
-    no idle gap."""
+    """A prompt that arrives during a decode step is in the next step, without an idle gap."""
     played = Played(runs_ahead=True, chunk=8192)
     engine, device = played.engine, played.device
     endless = SamplingParams(max_tokens=1000, ignore_eos=True)

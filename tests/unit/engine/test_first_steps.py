@@ -23,8 +23,7 @@ LINEAR_S = linear_cost(0.004, 20e-6).seconds
 
 
 class TimedRunner(FakeRunner):
-    """Its steps take the time given by `seconds`, on a clock that they advance; it records their
-    shapes."""
+    """Its steps take `seconds`, on a clock that they advance; it records their shapes."""
 
     def __init__(
         self, num_blocks: int, clock: FakeClock, seconds: Callable[[StepShape], float]

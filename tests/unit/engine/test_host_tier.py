@@ -21,8 +21,7 @@ from baton.engine.kv.host_copies import CopyCost, Direction
 
 @pytest.fixture(autouse=True)
 def copying_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every copy is estimated to pay, whatever its measured cost; the tests of the cost rule do not
-    use this."""
+    """Every copy is estimated to pay, whatever its measured cost."""
     monkeypatch.setattr(CopyCost, "pays", lambda self, num_bytes, *others: num_bytes > 0)
 
 
@@ -235,8 +234,7 @@ def test_a_block_that_is_rewritten_on_its_way_out_is_not_entered() -> None:
 
 
 def test_room_is_made_for_the_copies_of_one_look_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long chain displaces many short ones over several steps, not all in the step in which it
-    ends."""
+    """A long chain displaces many short ones over several steps, not all at its end."""
     monkeypatch.setattr(host_tier, "SLICE_BLOCKS", 2)
     rig = Rig(capacity=40, num_host=20, num_looks=range(1))
     for n in range(20):

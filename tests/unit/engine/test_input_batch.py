@@ -49,8 +49,7 @@ def comparable(piece: SequenceSlice) -> SequenceSlice:
 def launch_both(
     columns: InputBatch, pairs: list[tuple[Sequence, Sequence]], places: dict[int, int]
 ) -> None:
-    """Launch the same sequences as columns and as slices. `places` are the rows of sequences in
-    flight, by arrival."""
+    """Launch the same sequences as columns and as slices; `places`: rows in flight, by arrival."""
     own, others = [one for one, _ in pairs], [one for _, one in pairs]
     awaited = {one: places[one.arrival] for one in own if one.arrival in places}
     launched = columns.launch(Schedule(0, clear=own), awaited).decodes

@@ -146,8 +146,7 @@ def hand_over(
 
 
 def their_tokens(models: Models, request: Request, **options: object) -> list[int]:
-    """The tokens transformers generates for the prompt, greedily and with a repetition penalty of
-    1.3."""
+    """The tokens of transformers for the prompt, greedily and with a repetition penalty of 1.3."""
     prompt = torch.tensor([request.prompt_token_ids])
     with torch.inference_mode():
         found = models.theirs.generate(

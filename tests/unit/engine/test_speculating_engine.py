@@ -214,8 +214,7 @@ def test_perfect_drafts_take_few_steps(runs_ahead: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_drafts_behind_the_end_do_not_count_as_accepted(seed: int) -> None:
-    """Drafts behind a stop token do not count as accepted, even if the model would have output
-    them."""
+    """Drafts behind a stop token do not count as accepted, even if the model would output them."""
     scene = Scene(seed)
     engine = scene.engine(200, runs_ahead=False, rate=1.0)
     sampling = SamplingParams(max_tokens=60, seed=seed, ignore_eos=True, stop_token_ids=(3, 11))
@@ -247,8 +246,7 @@ def hand_over(scene: Scene, source: Engine, puller: Engine, key: str) -> Reserva
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_speculation_goes_on_behind_a_hand_off(runs_ahead: bool) -> None:
-    """Speculation continues behind a hand-off: drafts depend on the tokens alone, which both
-    engines have."""
+    """Speculation continues behind a hand-off: drafts depend on the tokens alone."""
 
     def counts(*, handed_over: bool) -> list[int]:
         scene = Scene(3)

@@ -64,8 +64,7 @@ def test_decodes_are_dealt_out_over_the_steps(num_stages: int, share: int) -> No
 
 
 def test_chunks_of_a_prompt_follow_each_other() -> None:
-    """The chunks of a prompt fill all stages without waiting for each other, if no chunk gets too
-    small."""
+    """The chunks of a prompt fill all stages without waiting, if no chunk gets too small."""
     rig = Rig(4, budget=64)
     rig.add(0, 120)
     rig.engine.step()
@@ -123,8 +122,7 @@ def test_steps_are_as_large_as_prompts_that_come_need_again(
 
 
 def test_what_was_never_measured_is_not_planned_by() -> None:
-    """An engine that has only measured decodes splits prompts by the number of stages, as without
-    any measurement."""
+    """An engine that has only measured decodes splits prompts as without any measurement."""
     rig = Rig(2, budget=64)
     for num_decodes in (1, 3):
         for _ in range(3):

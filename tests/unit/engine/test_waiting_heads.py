@@ -181,8 +181,7 @@ def test_one_that_fails_alone_makes_room_for_who_waited_for_its_adapter(runs_ahe
 
 
 def test_a_prompt_that_waits_for_its_adapter_is_one_that_waits() -> None:
-    """A prompt that waits for its adapter is counted as waiting at once, and no longer once it is
-    aborted."""
+    """A prompt that waits for its adapter counts as waiting at once, until it is aborted."""
     engine = engine_of(100)
     engine.add(request("decode", 3, "a", max_tokens=100))
     engine.step()
@@ -212,7 +211,7 @@ def test_prefixes_that_are_fetched_leave_the_first_that_waits_its_room() -> None
 
 
 def test_a_search_without_room_beside_held_kv_waits() -> None:
-    """A beam search that does not fit beside held KV waits: admitted, it would be preempted in
+    """A beam search that does not fit beside held KV waits, as it would be preempted in
     every step."""
     engine = engine_of(14, max_num_batched_tokens=64)
     engine.add(request("held", 31, first=9, max_tokens=4), hold=True)

@@ -67,8 +67,7 @@ async def test_an_open_loop_waits_for_nobody(tmp_path: Path) -> None:
 
 
 async def test_a_rate_is_of_the_whole_time_that_was_given(tmp_path: Path) -> None:
-    """With a duration, the rate is computed over all of it, although the next request would come
-    after its end."""
+    """The rate is over the whole duration, although the next request would come after its end."""
     async with played(PlayedServer()) as url:
         given = ("--request-rate", "0.01", "--duration-s", "0.5")
         _, found = await bench(url, *given, folder=tmp_path)

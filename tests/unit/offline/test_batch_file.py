@@ -117,8 +117,7 @@ _COMPACT = '{"id":"batch_req_1","custom_id":"a","response":null}'
 
 @pytest.mark.parametrize("text", ["no newline", '{"custom_id": "a"}', request_line(), _COMPACT])
 def test_a_line_of_another_file_is_not_cut_off(tmp_path: Path, text: str) -> None:
-    """A file that holds no results is not truncated: like an incomplete result, its last line has
-    no newline."""
+    """A file of other content is not truncated, though its last line has no newline either."""
     path = tmp_path / "notes.txt"
     path.write_text(text)
     with pytest.raises(StartupFailed, match="is no result of a batch"):

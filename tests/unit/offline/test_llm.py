@@ -286,8 +286,7 @@ def test_beam_search_finds_the_engines_beams(llm: LLM, local: LocalEngine) -> No
 
 
 def test_a_sample_that_is_given_its_tokens_together_is_as_one_by_one(llm: LLM) -> None:
-    """Text is the same whether a session gets several tokens at once or, with log-probabilities,
-    one at a time."""
+    """Text is the same if a session gets several tokens at once or, with log-probabilities, one."""
     shared = {"max_tokens": 70, "seed": 5, "temperature": 1.0, "ignore_eos": True, "n": 2}
     (together,) = llm.generate(PROMPTS[0], SamplingParams(**shared), use_tqdm=False)
     (alone,) = llm.generate(PROMPTS[0], SamplingParams(logprobs=0, **shared), use_tqdm=False)
@@ -454,8 +453,7 @@ def test_a_process_that_is_forked_off_is_told_and_can_end() -> None:
 
 
 def test_one_that_its_own_thread_collects_leaves_nothing_open() -> None:
-    """A LoopThread closed in its own thread, as the garbage collector may do, leaves no descriptor
-    open."""
+    """A LoopThread closed in its own thread (by the garbage collector) leaves nothing open."""
     num_open = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         thread = LoopThread("own")

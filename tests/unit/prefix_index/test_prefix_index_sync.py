@@ -125,8 +125,7 @@ async def test_pages_that_redis_lost_are_written_again(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("is_broken", [False, True])
 async def test_redis_that_comes_back_with_older_data_is_written_anew(*, is_broken: bool) -> None:
-    """As after a restore from a snapshot or a stale replica: no reader takes old pages for new
-    ones."""
+    """After a restore from a snapshot or stale replica, no reader takes old pages for new."""
     link, journal, mirror = FakeIndexLink(), CacheJournal(A), PrefixMirror(SystemClock())
     mirror.add(A, 20)
     journal.record([], [h(0), h(1)])
@@ -191,8 +190,7 @@ async def test_where_redis_is_full_deltas_go_on() -> None:
 
 
 async def test_pages_are_there_before_a_delta_that_counts_them() -> None:
-    """Pages are written before the delta that counts them, so a reader that follows a delta finds
-    its blocks."""
+    """Pages are written before the delta that counts them, so that a reader finds its blocks."""
     link, journal, mirror = FakeIndexLink(), CacheJournal(A), PrefixMirror(SystemClock())
     seen: list[bool] = []
 

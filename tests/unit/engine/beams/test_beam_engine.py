@@ -36,8 +36,7 @@ EOS = 7
 
 
 class Optimist(OutputLengthEstimator):
-    """Estimates that every request ends at once, so that memory runs out and sequences are
-    preempted."""
+    """Estimates that requests end at once, so that memory runs out and sequences are preempted."""
 
     def estimate(self, num_generated: int, max_tokens: int) -> int:
         return 1
@@ -373,8 +372,7 @@ def test_one_hand_off_carries_all_beams(runs_ahead: bool, length: int, max_token
 @examples(40, 300)
 @given(data=st.data())
 def test_whatever_is_cancelled_leaves_nothing(data: st.DataObject) -> None:
-    """In small pools with aborts at any time, the other searches are right and nothing is left
-    behind."""
+    """In small pools with aborts at any time, other searches are right and nothing is left."""
     draw = data.draw
     engine = new_engine(
         draw(st.integers(14, 40)),

@@ -44,8 +44,7 @@ class Pair:
             return self.theirs(torch.tensor([token_ids])).logits[0]
 
     def check(self, prompt: list[int], sampled: list[SampledToken | None]) -> None:
-        """Check that `sampled` is transformers' greedy continuation of `prompt`, with its
-        log-probabilities."""
+        """Check that `sampled` is transformers' greedy continuation, with log-probabilities."""
         tokens = [token for token in sampled if token is not None]
         assert len(tokens) == len(sampled)
         rows = self.logits(prompt + [token.token_id for token in tokens])[len(prompt) - 1 : -1]
@@ -229,8 +228,7 @@ def test_a_decode_gives_the_same_alone_and_in_a_batch(pair: Pair, rng: random.Ra
 def test_dynamic_rope_is_what_decoding_token_by_token_computes(
     tmp_path: Path, rng: random.Random, length: int, size: int
 ) -> None:
-    """Dynamic RoPE equals decoding token by token, also for prompts beyond the trained 40 tokens
-    and for any chunk size."""
+    """Dynamic RoPE equals decoding one by one, in any chunks and beyond the trained 40 tokens."""
     scaling = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
     theirs = write_checkpoint(tmp_path, max_position_embeddings=40, rope_parameters=scaling)
     pair = Pair(theirs, make_runner(tmp_path, max_model_len=160))

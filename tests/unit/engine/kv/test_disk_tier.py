@@ -53,8 +53,7 @@ class Rig:
         self.poll()
 
     def enter(self, chain: int, length: int) -> None:
-        """Enter the first blocks of a chain in host memory, up to `length` or as many
-        as have room."""
+        """Enter the first `length` blocks of a chain in host memory, or as many as have room."""
         for n in range(length):
             if self.blocks.match([hash_of(chain, n)]) or self.is_expected(hash_of(chain, n)):
                 continue
@@ -94,8 +93,7 @@ class Rig:
         return ended
 
     def check(self) -> None:
-        """Every block that can be found has the right content, and each block and slot has one
-        owner."""
+        """Every block found has the right content; each block and slot has one owner."""
         for block_hash, block in self.blocks._block_of.items():
             assert self.memory[block] == content_of(block_hash)
         tier, blocks = self.tier, self.blocks
@@ -142,8 +140,7 @@ def test_every_block_is_what_it_should_be(rng: random.Random, is_faulty: bool) -
 
 
 def test_the_oracle_of_hits() -> None:
-    """With room for all blocks and a disk that keeps up, every evicted block is found, as in a
-    dict."""
+    """With room for all blocks and a disk that keeps up, every evicted block is found."""
     rig = Rig(num_host=32, num_disk=500)
     for chain in range(40):
         rig.enter(chain, 3)

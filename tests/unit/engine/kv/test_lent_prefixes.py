@@ -26,8 +26,7 @@ PROMPTS = [block_hashes(root_hash("toy"), [n] * NUM_BLOCKS, 1) for n in range(NU
 
 
 class Pool:
-    """`content`: for each block the hash whose KV it holds, or None if another request
-    wrote to it."""
+    """`content`: for each block the hash whose KV it holds, or None if overwritten by another."""
 
     def __init__(self) -> None:
         self.generations = LocalGenerations(NUM_RESERVED_BLOCKS + CAPACITY)
@@ -145,8 +144,7 @@ class Watched:
             self.mirror.take(encode(delta))
 
     def disturb(self) -> None:
-        """Actions between a look-up and a pin: evictions, reuse, the same prompt computed once
-        more."""
+        """Actions between look-up and pin: evictions, reuse, the same prompt computed again."""
         for _ in range(self.chance.randint(0, 3)):
             match self.chance.choice(["rewrite", "rewrite", "compute", "end", "publish"]):
                 case "rewrite":

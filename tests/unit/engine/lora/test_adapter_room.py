@@ -185,8 +185,7 @@ def test_a_slot_needs_no_copy_of_what_it_has() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_users(seed: int) -> None:
-    """With random users, each slot holds one adapter, that of all its users, and all users are
-    served."""
+    """With random users, a slot has one adapter, that of its users, and all users are served."""
     draw, max_loras = random.Random(seed), 1 + seed % 3
     digests = "abcdef"
     copies, room = room_with(*digests, max_loras=max_loras, max_host=len(digests))
@@ -251,8 +250,7 @@ def test_what_is_held_needs_no_slot() -> None:
 
 @pytest.mark.parametrize("hold", [False, True])
 def test_what_waits_for_a_slot_is_among_the_decodes_that_a_promise_counts(*, hold: bool) -> None:
-    """A request waiting for a slot counts as a decode of the promise, unless it will decode
-    elsewhere."""
+    """A request waiting for a slot counts as a decode, unless it will decode elsewhere."""
     room = AdapterRoom[Sequence](Copies(), 1, 4)
     engine = engine_with(room, "a", "b")
     engine.add(user("a", 1).request)

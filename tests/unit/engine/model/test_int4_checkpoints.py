@@ -331,8 +331,7 @@ def test_what_is_wrong_is_named_before_memory_is_taken(
 
 
 def test_what_is_no_harm_is_taken(tmp_path: Path) -> None:
-    """Zero biases, as an older tool writes them, and a missing g_idx without desc_act
-    are accepted."""
+    """Zero biases (of an older tool) and a missing g_idx without desc_act are accepted."""
     write_int4_checkpoint(tmp_path, "gptq", **ALIGNED)
     damage(tmp_path, {f"{Q}.bias": torch.zeros(256), f"{Q}.g_idx": None})
     ModelRunner(config_of(tmp_path)).close()

@@ -165,8 +165,7 @@ def test_a_rank_that_ends_is_lost(world: World) -> None:
 
 
 def test_a_step_whose_device_waits_for_a_lost_rank_is_not_waited_for(world: World) -> None:
-    """A step fails once a rank is lost: on a GPU, an all-reduce without that rank never
-    completes."""
+    """A step fails once a rank is lost: on a GPU, an all-reduce without it never completes."""
 
     class Runner:
         def launch(self, batch: object) -> Runner:
@@ -204,8 +203,7 @@ def test_nobody_waits_for_answers_of_ranks_that_have_been_let_go() -> None:
 
 
 def test_ranks_that_are_killed_on_purpose_are_not_lost() -> None:
-    """Ranks killed on purpose are not reported as lost: the error that ended the engine is sent
-    already."""
+    """Ranks killed on purpose are not reported as lost: the engine's error is sent already."""
     world = World()
 
     class Process:
@@ -227,8 +225,7 @@ def test_ranks_that_are_killed_on_purpose_are_not_lost() -> None:
 def test_no_rank_is_left_behind_by_a_start_that_fails(
     monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    """All ranks started so far are killed if the second process or the RankGroup cannot
-    be created."""
+    """All started ranks are killed if the second process or the RankGroup cannot be created."""
     ends: list[socket.socket] = []
     killed: list[int] = []
 
@@ -287,8 +284,7 @@ def test_a_rank_that_takes_nothing_is_lost_and_one_with_nothing_to_take_is_not(
 def test_the_time_that_rank_0_stands_still_is_nobody_s(
     monkeypatch: pytest.MonkeyPatch, is_serving: bool
 ) -> None:
-    """The time for which the host was frozen is not counted: the ranks could take no step
-    meanwhile."""
+    """Time for which the host was frozen is not counted: the ranks could take no step."""
     world, frozen_s = World(60.0, 60.0), 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + frozen_s)
     monkeypatch.setattr(rank_group, "time", clock)
@@ -306,8 +302,7 @@ def test_the_time_that_rank_0_stands_still_is_nobody_s(
 
 
 def test_a_rank_may_load_for_as_long_as_it_comes_further(world: World) -> None:
-    """A rank may load for as long as it reports progress, and a loaded rank may wait for it
-    silently."""
+    """A rank may load as long as it reports progress; a loaded rank may wait for it silently."""
     one, two = world.ranks
     messages = world.configured()
     one.send(MessageKind.ANSWER, order=messages[0].order)
@@ -362,8 +357,7 @@ def test_a_step_that_fails_by_itself_keeps_its_own_message(
 
 
 def test_a_start_that_fails_over_a_rank_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed start names the lost rank, even if rank 0's own error comes before the rank's end is
-    seen."""
+    """A failed start names the lost rank, even if rank 0's own error comes first."""
     world, is_asked = World(), threading.Event()
     explain = world.followers.explain
 

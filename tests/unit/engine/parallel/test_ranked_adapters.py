@@ -117,8 +117,7 @@ def world() -> Iterator[World]:
 
 
 def test_an_eviction_spares_what_was_read_again(world: World) -> None:
-    """Rank 0 enters adapters in host memory after all ranks have read them; all still hold the same
-    ones."""
+    """Rank 0 keeps adapters later than all ranks read them; all still hold the same."""
     room = AdapterRoom[Sequence](world.adapters, 1, 2)
     reads = [world.read(path) for path in ("a", "b", "c", "a", "b", "c")]
     for read in reads:

@@ -117,8 +117,7 @@ def test_the_counts_may_change_once_they_are_encoded() -> None:
 
 
 def test_a_decode_step_is_small() -> None:
-    """The message of a decode step (64 sequences of 4096 tokens) is little more than its block
-    tables."""
+    """A decode step of 64 sequences of 4096 tokens is little more than its block tables."""
     spec = SampleSpec(dataclasses.replace(SamplingParams(), temperature=0.0), 5)
     batch = [SequenceSlice([1], 4095, list(range(256)), spec)] * 64
     tables_bytes = 64 * 256 * 4

@@ -63,8 +63,7 @@ def test_peak_equals_simulation(case: tuple[list[Footprint], int]) -> None:
 
 
 def test_peak_of_the_picture() -> None:
-    """An example: 3 tokens growing by 9 and 5 by 3, one token per block: 8 + 6 at step 3, 12 at
-    step 9."""
+    """3 tokens growing by 9, 5 growing by 3, one token a block: 8 + 6 at step 3, 12 at step 9."""
     assert peak_blocks([Footprint(3, 9, []), Footprint(5, 3, [])], 1) == 14
 
 

@@ -63,8 +63,7 @@ def engine_on(device: Device) -> Engine:
 
 
 def run(kernels_s: float, *, promise_s: float | None) -> tuple[Engine, list[float]]:
-    """Serve requests that arrive for SECONDS; returns the engine and the times between steps with
-    tokens."""
+    """Serve requests for SECONDS; returns the engine and the times between steps with tokens."""
     chance, device = random.Random(1), Device(kernels_s=kernels_s)
     engine = engine_on(device)
     engine.promise.tbt_target_s = promise_s
@@ -143,8 +142,7 @@ def test_a_promise_is_kept(kernels_s: float) -> None:
 
 @dataclass
 class Behind(Device):
-    """A device that starts a step once it is launched; a step with prompts takes longer
-    to launch."""
+    """A device that starts a step once it is launched; prompts take longer to launch."""
 
     idle_s: float = 0.0
 

@@ -159,8 +159,7 @@ def test_a_large_chunk_has_no_other_prompt_beside_it() -> None:
 
 
 def test_known_tokens_of_a_decode_are_scheduled_together_and_can_be_rolled_back() -> None:
-    """Several known tokens of a decode are computed in one step, and computed tokens can be rolled
-    back."""
+    """Several known tokens of a decode are computed in one step, and can be rolled back."""
     bench = Bench()
     a = bench.add(3)
     bench.step()

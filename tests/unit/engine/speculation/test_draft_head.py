@@ -163,8 +163,7 @@ def acceptance(engine: Engine) -> float:
 
 
 def test_drafts_are_those_of_the_formula(files: Files, runner: ModelRunner) -> None:
-    """Drafts equal the formula's with chunked prompts, several sequences in a step, and any drafts
-    accepted before."""
+    """Drafts equal the formula's for chunked prompts, batches, and any drafts accepted before."""
     recorder = Recorder(runner)
     engine = engine_of(runner, recorder, enable_prefix_caching=False)
     outputs(engine, requests())
@@ -180,7 +179,7 @@ def test_drafts_are_those_of_the_formula(files: Files, runner: ModelRunner) -> N
 def test_outputs_are_those_without_a_head(
     files: Files, runner: ModelRunner, temperature: float, num_blocks: int
 ) -> None:
-    """Outputs equal those without a head: with memory for all, with preemptions, and out of the
+    """Outputs equal those without a head: with and without preemptions, and from the
     prefix cache."""
     asked = requests(temperature)
     plain_runner = files.runner(has_head=False)

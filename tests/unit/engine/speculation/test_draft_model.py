@@ -128,8 +128,7 @@ def test_drafts_are_what_the_draft_model_says_alone(demo: LocalEngine) -> None:
 
 
 def test_blocks_hold_the_kv_of_both_and_carry_it_over(demo: LocalEngine) -> None:
-    """Blocks carry the draft model's KV, so a puller drafts as one engine would from the first step
-    on."""
+    """Blocks carry the draft model's KV: from its first step, a puller drafts as one engine."""
     engine, recorder = engine_of(demo)
     for one in requests():
         engine.add(one)
@@ -169,8 +168,7 @@ def test_blocks_hold_the_kv_of_both_and_carry_it_over(demo: LocalEngine) -> None
 
 
 def second_turn(demo: LocalEngine, *, is_first_drafted: bool) -> tuple[list[int], float]:
-    """The tokens of a second turn whose first turn is cached, and the share of its
-    drafts accepted."""
+    """The tokens of a second turn whose first turn is cached, and its share of accepted drafts."""
     demo.runner.kv.tensor.normal_(generator=torch.Generator().manual_seed(3))  # random KV
     engine, _ = engine_of(demo)
     first, other = requests((0.0, 0.0))
@@ -229,8 +227,7 @@ def test_another_vocabulary_of_the_same_size_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_draft_model_with_fewer_kv_heads_computes_what_it_does_alone(tmp_path: Path) -> None:
-    """Each KV head of the draft model is repeated in the blocks to match the target's; both have
-    random weights."""
+    """Draft KV heads are repeated in the blocks to match the target's; both have random weights."""
     sizes = {"vocab_size": 97, "head_dim": 16, "hidden_size": 64}
     write_checkpoint(tmp_path / "target", num_attention_heads=8, num_key_value_heads=4, **sizes)
     write_checkpoint(tmp_path / "draft", num_attention_heads=4, num_key_value_heads=1, **sizes)

@@ -146,8 +146,7 @@ def fixed_speed(batch: int, rate: float, k: int, wait_s: float, draft_s: float =
 def played_speed(
     batch: int, coin: _Coin, wait_s: float, num_steps: int, *, head_s: float = 0.0
 ) -> float:
-    """Tokens per second; each token of the longest draft takes `head_s`, which the step
-    cost lacks."""
+    """Tokens per second; each token of the longest draft takes `head_s`, not in the step cost."""
     queues = _Queues(batch)
     limits = EngineLimits(10**6, 16, 10**9, max_num_seqs=512, max_num_batched_tokens=8192)
     speculator = Speculator(coin, limits, _Fixed(), None, (), coin.clock, runs_ahead=True)

@@ -183,8 +183,7 @@ def test_a_rewrite_while_it_is_sent_is_stale() -> None:
 
 
 def test_a_reallocated_block_is_stale_and_its_pair_goes_on() -> None:
-    """A reallocated block is sent all the same, as both ends launch before they can notice; its
-    pair stays in use."""
+    """A reallocated block is still sent, as both ends launch before they can notice."""
     with world() as w, w.window() as window:
         announced = w.pair(5, 3)
         w.source.generations.bump([5])

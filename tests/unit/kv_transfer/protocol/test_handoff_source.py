@@ -407,8 +407,7 @@ def test_messages_of_strangers_are_dropped(world: World) -> None:
 
 
 def manifests(effects: list[SourceEffect]) -> list[tuple[int, int, int, bool]]:
-    """For each manifest: its number, its number of blocks, the step they wait for, whether it is
-    last."""
+    """For each manifest: its number, its number of blocks, their step, whether it is last."""
     sent = [e.message for e in effects if isinstance(e, Send)]
     return [
         (m.seq, len(m.blocks), m.step, m.state is not None) for m in sent if isinstance(m, Manifest)

@@ -22,8 +22,7 @@ CASES = list(itertools.product(SIZES, SIZES, (1, 2, 4, 8, 16)))
 
 
 def parts_of(size: int, kv_heads: int) -> list[PoolPart]:
-    """Heads in order over the ranks; with fewer heads than ranks, neighbouring ranks
-    share a head."""
+    """Heads in order over the ranks; if there are fewer heads, neighbouring ranks share one."""
     if size <= kv_heads:
         each = kv_heads // size
         return [part(rank, (rank * each, each)) for rank in range(size)]

@@ -53,8 +53,7 @@ def test_the_first_transport_that_connects_is_taken(transport: MemoryTransport) 
 
 
 def test_a_transport_that_crashes_is_one_that_does_not_connect(transport: MemoryTransport) -> None:
-    """A transport that crashes counts as one that cannot connect: a request for a window always
-    gets a result."""
+    """A transport that crashes counts as one that cannot connect: requests get a result."""
     assert open_window([Crashing("nvlink"), transport], access(SOURCE)).transport == "memory"
     with pytest.raises(HandoffFailed, match="nvlink: OSError"):
         open_window([Crashing("nvlink")], access(SOURCE))

@@ -484,8 +484,7 @@ def test_all_gateways_are_told_why_the_process_ends(engine: Engine) -> None:
 def test_the_end_is_told_to_the_others_where_the_loop_closes_a_channel_just_now(
     engine: Engine,
 ) -> None:
-    """The other gateways are notified although one channel is closed: the process is
-    about to end."""
+    """The other gateways are notified although one channel is closed: the process will end."""
     link, _ = engine.link(name="closed")
     _, far = engine.link(name="open")
     engine.turn()

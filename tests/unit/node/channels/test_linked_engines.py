@@ -122,8 +122,7 @@ def test_garbage_ends_the_link_and_not_the_engine(world: NodeWorld, name: str) -
 
 
 def test_what_was_refused_on_an_older_channel_does_not_end_the_newer(world: NodeWorld) -> None:
-    """A refusal queued for an older channel is not sent on the newer one that replaces it in the
-    same turn."""
+    """A refusal queued for a channel is not sent on the newer one that replaces it."""
     world.decode.channels.end_peer(Kind.SOURCE, SOURCE, HandoffFailed("of another make"))
     world.link()
     world.settle()

@@ -81,8 +81,7 @@ def test_one_that_says_empty_frames_is_not(world: World) -> None:
 
 
 def test_one_that_has_not_begun_is_not(world: World) -> None:
-    """A peer that has sent nothing yet is not lost: its loop may be in a step when the link is
-    added."""
+    """A peer that has sent nothing yet is not lost: its loop may be in a long step."""
     world.beat(10.0)
     assert not world.lost()
 

@@ -126,8 +126,7 @@ def test_what_could_not_be_read_is_read_again_for_the_next() -> None:
 
 @pytest.mark.parametrize("path", ["/bad", "/broken"])
 def test_one_that_cannot_be_read_goes_on_without(path: str) -> None:
-    """A dispatch whose adapter cannot be read is admitted; the engine then reports the missing
-    adapter."""
+    """A dispatch whose adapter cannot be read is admitted; the engine reports it missing."""
     world = World()
     assert not world.gate.admits("g", dispatch(path))
     assert [gateway for gateway, _ in world.next_read()] == ["g"]

@@ -194,8 +194,7 @@ def test_certificates_say_who_may_do_what(
 def test_last_words_pass_through_tls_before_the_process_ends(
     secured: Engine, certs: Path, is_closed: bool
 ) -> None:
-    """The last message passes through TLS before the process ends, behind any amount of
-    other data."""
+    """The last message passes through TLS before the process ends, behind all other data."""
     secure = tls_of(certs, "gateway").puller_wrap()
     heard: list[node_pb2.NodeMessage] = []
     gateway = secured.dial(is_local=False, secure=secure)
@@ -223,8 +222,7 @@ def test_last_words_pass_through_tls_before_the_process_ends(
 
 
 def test_who_was_accepted_too_late_is_closed() -> None:
-    """A connection accepted after the loop has ended is closed, as the process may live on for a
-    while."""
+    """A connection accepted after the loop has ended is closed: the process may live on."""
     engine = Engine()
     with engine.dial() as late:
         until_s = time.monotonic() + 5

@@ -99,8 +99,7 @@ def test_a_prefix_comes_from_either_engine(world: NodeWorld, name: str) -> None:
 def test_a_handed_off_prompt_takes_its_prefix_from_the_engine_that_will_decode_it(
     world: NodeWorld,
 ) -> None:
-    """The next turn of a chat: the prefill engine pulls the prefix from the engine that will
-    decode."""
+    """In a chat's next turn, the prefill engine pulls the prefix from the decode engine."""
     one = from_peer(request(1, LENGTH), world.decode)
     compute_at(world, world.decode, one)
     world.hand_off(one)
@@ -252,7 +251,7 @@ def test_a_source_that_is_not_linked_is_not_waited_for(world: NodeWorld) -> None
 
 
 def test_blocks_that_are_rewritten_under_a_copy_are_not_used(world: NodeWorld) -> None:
-    """Blocks rewritten during a copy are not used: the source claims to hold them, but
+    """Blocks rewritten during a copy are not used: the source says it holds them, but
     reuses them."""
     one = from_peer(request(1, LENGTH), world.decode)
     compute_at(world, world.decode, one)
@@ -365,8 +364,7 @@ def test_whatever_is_evicted_and_reused_meanwhile_no_token_is_wrong(actions: lis
 
 
 def test_a_ticketed_prompt_waits_for_its_prefix_and_its_puller_for_both(world: NodeWorld) -> None:
-    """While a ticketed prompt waits for its prefix, its deadline counts, and its end leaves
-    nothing."""
+    """While a ticketed prompt waits for its prefix, its deadline counts, and nothing is left."""
     one = from_peer(request(1, LENGTH), world.decode)
     compute_at(world, world.decode, one)
     ticket = Ticket(one.request_id, SOURCE, PULLER)

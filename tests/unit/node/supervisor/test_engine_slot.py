@@ -222,8 +222,7 @@ async def test_an_engine_without_descriptors_or_processes_did_not_start(
 async def test_an_engine_ends_with_its_supervisor_while_it_still_imports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The command binds the engine's life to its supervisor's
-    (tests/unit/core/test_children.py)."""
+    """The engine is bound to its supervisor, as tests/unit/core/test_children.py checks."""
     commands: list[list[str]] = []
 
     def fail(*command: str, **_: Any) -> Any:

@@ -107,8 +107,7 @@ class BrokenDirectory(FakeDirectory):
 async def test_a_node_whose_look_at_the_directory_breaks_looks_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A node whose watch of the directory fails watches again: to exit would cost its engines'
-    requests and caches."""
+    """A node whose watch of the directory fails watches again: its engines keep their requests."""
     monkeypatch.setattr(event_loop, "AGAIN_S", 0.0)
     slot, directory = FakeSlot(0), BrokenDirectory()
     node = node_of(slot, directory=directory)
