@@ -13,7 +13,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def test_every_module_of_the_tests_keeps_its_asserts() -> None:
-    """pytest compiles them into conditions, in test modules and in those that conftest.py names."""
+    """pytest rewrites the asserts of test modules and of those that conftest.py names."""
     plain = [
         name
         for name, module in list(sys.modules.items())

@@ -89,7 +89,7 @@ def test_end_of_text_is_the_eos_token(tokenizer: Tokenizer) -> None:
     assert tokenizer.get_vocab_size() == 4096
     assert tokenizer.token_to_id(END) == read_json("demo", "config.json")["eos_token_id"]
     assert read_json("demo", "tokenizer_config.json")["eos_token"] == END
-    assert tokenizer.encode("x").tokens == ["x"]  # nothing is added at either end
+    assert tokenizer.encode("x").tokens == ["x"]  # no token is added at either end
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
 
 
 def test_every_byte_of_utf8_has_a_token(tokenizer: Tokenizer) -> None:
-    """GPT-2's printable spelling of bytes: the visible ones stand for themselves."""
+    """As in GPT-2, bytes are spelled as printable characters; visible ones stand for themselves."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     spelling = [chr(byte) for byte in visible] + [chr(256 + n) for n in range(len(hidden))]
@@ -118,7 +118,7 @@ def test_every_byte_of_utf8_has_a_token(tokenizer: Tokenizer) -> None:
 
 
 def test_a_prompt_may_end_after_a_newline_or_an_indent(tokenizer: Tokenizer) -> None:
-    """A text cut there has the tokens of the whole, so a prompt looks like training text."""
+    """A text cut there has the same tokens as the whole, so a prompt looks like training text."""
     text = "class A:\n    def f(self):\n        return 1\n"
     whole = tokenizer.encode(text).ids
     for end in (text.index("\n") + 1, text.index("def"), text.index("return")):

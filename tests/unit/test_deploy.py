@@ -31,7 +31,7 @@ PARSERS = {
 
 
 def exported_names() -> set[str]:
-    """Every name under which Prometheus would store a sample."""
+    """All names under which Prometheus stores a sample of ours."""
     names = set()
     for metric in ALL:
         ends = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
@@ -40,7 +40,7 @@ def exported_names() -> set[str]:
 
 
 def metric_names(expression: str) -> set[str]:
-    """The metrics in a query, but for what rules record under names of their own."""
+    """The metrics in a query, except those recorded by rules under other names."""
     without_recorded = re.sub(r"\w+:baton_\w+:\w+", "", expression)
     return set(re.findall(r"\bbaton_\w+", without_recorded))
 
@@ -86,7 +86,8 @@ def test_every_query_of_the_board_is_of_the_chosen_model() -> None:
 
 
 def test_the_board_adds_up_what_waits_at_each_gateway() -> None:
-    """And takes what waits at engines, which all gateways report, once."""
+    """The board sums the requests waiting at each gateway, and counts those at engines once, as all
+    gateways report them."""
     [waiting] = [query for query in board_queries() if "deployment_requests_waiting" in query]
     own, _, engines = re.sub(r"\{[^}]*\}", "", waiting).partition(" + ")
     assert own == "sum (baton_num_requests_queued)"
@@ -101,7 +102,8 @@ def test_recorded_names_that_alerts_use_are_recorded() -> None:
 
 
 def test_an_alert_of_a_role_outlives_its_engines_series() -> None:
-    """They end ten minutes after the engine, or never began: nothing is served all the same."""
+    """The alert also fires after the engine's series have ended, ten minutes after the engine, or
+    if there never were any."""
     [rule] = [rule for rule in rules() if rule.get("alert") == "BatonRoleDown"]
     decode, prefill = rule["expr"].split(" or ")
     for asked, role in ((decode, Role.DECODE), (prefill, Role.PREFILL)):
@@ -186,7 +188,7 @@ def test_yaml_parses(path: Path) -> None:
 
 
 def test_compose_is_by_its_specification() -> None:
-    """compose-spec/compose-spec at 170098b, whose licence lies beside it."""
+    """The compose file is valid by compose-spec/compose-spec at 170098b (licence beside it)."""
     schema = json.loads((SCHEMAS / "compose-spec.json").read_text())
 
     def faults() -> list[str]:
@@ -199,7 +201,7 @@ def test_compose_is_by_its_specification() -> None:
 
 
 def test_compose_starts_what_its_parts_name() -> None:
-    """Every target of Prometheus and every source of Grafana is a service, at a port it has."""
+    """Every target of Prometheus and source of Grafana is a service with that port."""
     services = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())["services"]
     scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     provisioning = DEPLOY / "grafana" / "provisioning"

@@ -23,18 +23,18 @@ DOCS = ROOT / "docs"
 STALE = "make docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("[a-z]*/README.md")])
 
-# A file by its path, or by its name alone; not what has a placeholder, a home or an address in it.
+# A file by its path or name; without placeholders, home directories or addresses.
 _FILE = re.compile(
     r"(?<![\w/.:{*~$-])((?:[\w.-]+/)*[\w-][\w.-]*\.(?:py|md|proto|toml|svg|ya?ml|json))(?![\w/*{])"
 )
 _FOLDER = re.compile(r"`([\w-]+(?:/[\w.-]+)*/)`")
-# Named, but not of this repository: users' files, and what is not to be written.
+# Named, but not in this repository: users' files, and files that are not to be written.
 _NOT_OURS = {"path/to/file.py", "utils.py", "URL/openapi.json"}
 
 
 @functools.cache
 def tracked_files() -> list[Path]:
-    """What git tracks or would track, and is there."""
+    """The existing files that git tracks or would track."""
     listed = subprocess.check_output(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True
     )
@@ -49,9 +49,9 @@ def docstrings(path: Path) -> Iterator[str]:
 
 
 def absent(text: str, at: Path, names: set[str]) -> Iterator[str]:
-    """Files that a text in `at` names and that do not exist.
+    """Files that are named in a text at `at` and do not exist.
 
-    A path leads from the root or from a folder above the text; a name alone is some file's.
+    A path starts at the root or at a folder above the text; a bare name may be that of any file.
     """
     folders = [folder for folder in at.parents if folder.is_relative_to(ROOT)]
     for name in _FILE.findall(text):
@@ -65,7 +65,7 @@ def absent(text: str, at: Path, names: set[str]) -> Iterator[str]:
 
 
 def source() -> str:
-    """All of the product's Python as one text, with string literals joined as Python joins them."""
+    """All Python code of the product as one text, with adjacent string literals joined."""
     skip = {"tests", "bench", "docs", "build"}
     files = [
         path
@@ -167,7 +167,7 @@ def test_files_that_docstrings_name_exist() -> None:
     assert not {
         f"{path.relative_to(ROOT)}: {name}"
         for path in tracked
-        if path.suffix == ".py" and any(absent(path.read_text(), path, names))  # all of it: quick
+        if path.suffix == ".py" and any(absent(path.read_text(), path, names))  # whole file: quick
         for text in docstrings(path)
         for name in absent(text, path, names)
     }
@@ -221,7 +221,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 
 def anchors(page: str) -> set[str]:
-    """The names under which a page's headings can be linked."""
+    """The anchors of a page's headings."""
     return {
         re.sub(r"[^a-z0-9 _-]", "", title.lower()).replace(" ", "-")
         for title in re.findall(r"^#+ (.*)$", page, re.M)

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NOT_PRODUCT = {"tests", "bench", "docs", "deploy", "build"}
 
-# folder -> the folders of ours that it may import, besides itself
+# folder -> the folders of the product that it may import, besides itself
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "kernels": {"core"},
@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
 }
 
-# folder -> its rooms from the top, "" for its own files: a file may import from below
+# folder -> its parts from top to bottom, "" for its own files: a file may import from lower parts
 FLOORS: dict[str, tuple[str, ...]] = {
     "core": ("channels", "request", "", "process"),
     "kernels": ("lora", "sampling", "layers", "experts", "attention", "kv", "products", ""),
@@ -80,7 +80,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "gateway/telemetry": ("", "window", "metrics", "calls"),
     "cli": ("", "deployment", "cluster", "host"),
 }
-MAX_FILES = 14  # of a folder, without those in folders of its own
+MAX_FILES = 14  # per folder, not counting subfolders
 
 
 @functools.cache
@@ -95,7 +95,7 @@ def product_files() -> list[Path]:
 
 @functools.cache
 def imports_of(path: Path) -> set[tuple[str, ...]]:
-    """Modules of ours that a file imports anywhere in it: as paths from the root."""
+    """The product's modules that a file imports anywhere in it, as paths from the root."""
     package = path.relative_to(ROOT).parent.parts
     found: set[tuple[str, ...]] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -125,7 +125,7 @@ def test_no_import_runs_up() -> None:
 
 
 def room(parts: tuple[str, ...], folder: tuple[str, ...]) -> str:
-    """In which room of the folder a module lies: `parts` leads to it from the root."""
+    """The part of `folder` in which a module lies; `parts` is its path from the root."""
     is_deep = (ROOT / Path(*parts[: len(folder) + 1])).is_dir()
     return parts[len(folder)] if is_deep else ""
 
@@ -149,7 +149,7 @@ def test_no_import_runs_up_within_a_folder(name: str) -> None:
 
 
 def file_of(parts: tuple[str, ...]) -> Path | None:
-    """Of a module, or of what is imported from one; None: a package."""
+    """The file of a module, or of a name imported from a module; None for a package."""
     candidates = (
         ROOT.joinpath(*names).with_suffix(".py") for names in (parts, parts[:-1]) if names
     )
@@ -157,7 +157,7 @@ def file_of(parts: tuple[str, ...]) -> Path | None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """Nor where types alone are imported, or in a function."""
+    """Imports for types only and imports within functions count, too."""
     graph = {
         path: {found for parts in imports_of(path) if (found := file_of(parts)) not in (None, path)}
         for path in product_files()
@@ -204,7 +204,7 @@ def test_control_plane_never_imports_torch() -> None:
 
 
 def test_engine_processes_never_import_grpc() -> None:
-    """Its threads would take turns at the interpreter with the engine's loop."""
+    """gRPC's threads would compete with the engine's loop for the interpreter."""
     faces = "baton.prefill_node.engine_main, baton.decode_node.engine_main"
     program = f"import sys, {faces}; print([m for m in sys.modules if 'grpc' in m])"
     assert run_python(program) == "[]"
@@ -213,7 +213,7 @@ def test_engine_processes_never_import_grpc() -> None:
 @pytest.mark.parametrize("is_safe", [False, True])
 @pytest.mark.parametrize("folder", ["tmp_path", "ROOT"])
 def test_the_module_is_the_command(tmp_path: Path, folder: str, is_safe: bool) -> None:
-    """`python -m baton`, from anywhere."""
+    """`python -m baton` works from any folder."""
     (tmp_path / "core.py").write_text("raise SystemExit('not ours')")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     said = subprocess.run(
@@ -227,7 +227,7 @@ def test_the_module_is_the_command(tmp_path: Path, folder: str, is_safe: bool) -
 
 
 def test_generic_names_are_not_importable_bare() -> None:
-    """`kernels` is also the name of a package that transformers imports: it must not be ours."""
+    """`kernels` is also a package that transformers imports: it must not be ours."""
     program = (
         "import importlib.util as u; "
         f"print([n for n in ('kernels', 'gateway', 'core') if (s := u.find_spec(n)) "

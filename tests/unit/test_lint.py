@@ -22,7 +22,7 @@ CALLS = {
 }  # fmt: skip
 KEYWORDS = {"shell": True, "trust_remote_code": True, "check_hostname": False}
 
-# Where input of others comes in: an assert there is a check that `python -O` leaves out.
+# Code that handles external input: an assert there is a check that `python -O` removes.
 EDGES = (
     "gateway/http", "gateway/security", "gateway/grpc/service.py", "gateway/grpc/vllm_wire.py",
     "gateway/grpc/unary_methods.py", "gateway/grpc/vllm_engine.py", "gateway/validation",
@@ -34,9 +34,9 @@ EDGES = (
     "engine/model/model_config.py", "engine/model/config_fields.py", "engine/model/rope_config.py",
     "engine/model/quantization.py", "engine/lora/adapter_config.py", "engine/lora/adapter_files.py",
 )  # fmt: skip
-# Of an own attribute that is there by now: it says so to the type checker, and judges no input.
+# An attribute that is set by then: this assert is for the type checker and validates no input.
 OWN_STATE = re.compile(r"self\._[\w.]+ is not None\Z")
-# What is banned, but right where it is: file and finding, with the reason.
+# Banned patterns that are right where they are: file and finding, with the reason.
 ALLOWED: dict[tuple[str, str], str] = {}
 
 
@@ -54,7 +54,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def banned(tree: ast.AST) -> Iterator[str]:
-    """All that a file may not have in it."""
+    """All banned patterns in a file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name.split(".")[0] in MODULES)

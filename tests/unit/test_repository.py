@@ -1,5 +1,5 @@
-"""The files around the code, for visitors of the repository, are complete and call only what
-exists.
+"""The files around the code, for visitors of the repository, are complete and name only things that
+exist.
 """
 
 from __future__ import annotations

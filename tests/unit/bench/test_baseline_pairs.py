@@ -47,7 +47,7 @@ def test_every_way_brings_all_tokens(player: PairPlayer, mode: str) -> None:
 
 
 class Nothing:
-    """A runner whose steps take what the clock is moved by."""
+    """A runner whose steps take as long as the clock is advanced."""
 
     def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
         return CompletedStep([])

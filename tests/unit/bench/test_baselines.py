@@ -44,7 +44,7 @@ def test_the_lengths_are_sharegpts() -> None:
     pairs = sharegpt_lengths(1 << 20)
     assert len(pairs) == 1000
     prompts, outputs = zip(*pairs, strict=True)
-    # Of all 30,731 lines: 2340 and 439.
+    # The means of all 30,731 lines are 2340 and 439.
     assert statistics.mean(prompts) == pytest.approx(2340, rel=0.05)
     assert statistics.mean(outputs) == pytest.approx(439, rel=0.05)
 

@@ -1,4 +1,4 @@
-"""The benchmarks still run: their parts, and the family that takes no time."""
+"""The benchmarks still run: their parts, and the fastest family."""
 
 from __future__ import annotations
 

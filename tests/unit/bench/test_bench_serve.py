@@ -38,7 +38,7 @@ def test_poisson_arrivals_have_the_rate_and_repeat_themselves() -> None:
     times = [arrival.at_s for arrival in drawn]
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert times == sorted(times) and times[0] > 0 and times[-1] < 100
-    # Of an exponential distribution, mean and deviation are both 1 / rate.
+    # In an exponential distribution, mean and deviation are both 1 / rate.
     assert statistics.mean(gaps) == pytest.approx(1 / 50, rel=0.1)
     assert statistics.stdev(gaps) == pytest.approx(1 / 50, rel=0.1)
 
@@ -82,7 +82,7 @@ def test_arrivals_are_dealt_whole() -> None:
 
 
 def test_fifo_by_hand() -> None:
-    # Arrivals at 0, 1, 5; each takes 2: the second waits 1, the third finds nobody.
+    # Arrivals at 0, 1, 5 with 2 s of service: the second waits 1 s, the third finds it idle.
     assert fifo.replay([0, 1, 5], [2, 2, 2]) == [2, 3, 2]
     assert fifo.replay([0, 1, 1], [2, 2, 2], num_servers=2) == [2, 2, 3]
 
@@ -90,7 +90,7 @@ def test_fifo_by_hand() -> None:
 def test_what_a_queued_request_took_by_hand() -> None:
     sent_s, first_s = [0.0, 1.0, 2.0, 9.5, 9.6, 9.7], [4.0, 7.0, 9.0, 13.0, 14.0, 17.5]
     is_ours = [True, True, True, True, False, True]
-    # The fourth was sent to an idle server; between it and the last came another's.
+    # The fourth found an idle server; between it and the last came a request of another client.
     assert fifo.queued_spacing(sent_s, first_s, is_ours, 0) == [3.0, 2.0]
     assert fifo.queued_spacing(sent_s, first_s, is_ours, 1) == [4.5]
 
@@ -144,7 +144,7 @@ def test_figures_by_hand(tmp_path: Path) -> None:
 
 
 class SlowDriver:
-    """Answers after a time that does not depend on how many ask."""
+    """Replies after a time that does not depend on the number of requests."""
 
     def __init__(self) -> None:
         self.num_cancelled = self.num_running = self.most_running = 0
@@ -169,7 +169,7 @@ class SlowDriver:
 
 async def test_a_slow_system_is_sent_no_fewer() -> None:
     gc.collect()
-    gc.freeze()  # or the collection before a run walks so much that it takes too long
+    gc.freeze()  # else the collection before a run takes too long
     driver = SlowDriver()
     due = [Arrival(0.02 * i, Prompt.drawn(13 if i == 4 else 5, i), 2, "probe") for i in range(10)]
     kept = await generator.run(
@@ -191,7 +191,7 @@ async def test_a_slow_system_is_sent_no_fewer() -> None:
         len(r.token_s) == 2 and r.token_s[0] >= r.sent_s + 0.1 for r in probes if not r.error
     )
     running = [record for record in kept if record.group == "background"]
-    assert len(running) > 2 and 1 <= driver.num_cancelled <= 2  # those cut off at the end
+    assert len(running) > 2 and 1 <= driver.num_cancelled <= 2  # requests cut off at the end
 
 
 async def _completions(request: web.Request) -> web.StreamResponse:

@@ -33,7 +33,7 @@ TIMING = Timing(count_s=60.0, warm_lifetimes=2.0)
 
 
 def record(ttft_s: float, gaps_s: list[float], due_s: float = 0.0, **more: object) -> Record:
-    """A request of which all tokens came."""
+    """A request whose tokens have all arrived."""
     at_s = [due_s + ttft_s]
     for gap_s in gaps_s:
         at_s.append(at_s[-1] + gap_s)
@@ -44,7 +44,7 @@ def record(ttft_s: float, gaps_s: list[float], due_s: float = 0.0, **more: objec
 def test_a_request_is_good_by_its_first_token_and_its_own_gaps() -> None:
     assert figures.is_good(record(1.0, [0.01] * 200), 0.015)
     assert not figures.is_good(record(1.01, [0.01] * 200), 0.015)
-    # Of 200 gaps the 99th percentile lets two be longer.
+    # The 99th percentile of 200 gaps lets two be longer.
     assert figures.is_good(record(0.1, [0.01] * 198 + [0.3] * 2), 0.015)
     assert not figures.is_good(record(0.1, [0.01] * 197 + [0.3] * 3), 0.015)
 
@@ -121,7 +121,7 @@ def test_one_start_serves_every_y_down_to_half_of_its_largest() -> None:
     assert promise_groups([15, 25]) == [[25, 15]]
     starts = list(plan(cells.MODES, [CELLS["8192/256"]], [15, 25, 50], {}, [0.9, 1], TIMING, 2))
     assert [(start.mode, start.promise_ms, len(start.runs)) for start in starts] == [
-        ("disaggregated", None, 2),  # its runs say how many keep each Y
+        ("disaggregated", None, 2),  # its runs show how many requests keep each Y
         *((mode, y, n) for mode in ("aggregated", "auto") for y, n in ((50, 4), (15, 2))),
     ]
     assert [run.rate_per_s for run in starts[0].runs] == [2.79, 3.1]

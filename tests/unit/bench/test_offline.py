@@ -15,7 +15,7 @@ from baton.bench.offline.workload import Work
 
 def test_the_requests_are_nano_vllms() -> None:
     work = Work.draw(256, 100, 1024)
-    assert sum(work.num_outputs) == 133_966  # as its README has it
+    assert sum(work.num_outputs) == 133_966  # as in its README
     assert len(work.prompts) == 256
     assert min(map(len, work.prompts)) >= 100 and max(map(len, work.prompts)) <= 1024
     assert max(map(max, work.within(50).prompts)) == 49

@@ -1,5 +1,5 @@
 """The product's caches, index and routing over simulated engines: hot prefixes, bursts, host
-memory, and what a tenant can infer about another's prompts from the latency of its own.
+memory, and what a tenant can infer about another tenant's prompts from its own latencies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def simulation(num_engines: int, num_blocks: int = 4000, num_host: int = 0) -> S
 
 
 def prompt(*parts: tuple[int, int]) -> array[int]:
-    """Pieces of so many tokens, by (seed, length)."""
+    """Random token ids, concatenated from parts given as (seed, length)."""
     ids = array("I")
     for seed, length in parts:
         chance = random.Random(seed)
@@ -42,7 +42,7 @@ def prompt(*parts: tuple[int, int]) -> array[int]:
 async def played(
     simulation: Simulation, calls: Sequence[tuple[float, array[int], str]]
 ) -> list[float]:
-    """TTFTs, in the order of the calls."""
+    """TTFTs in the order of the calls."""
     for due_s, ids, salt in calls:
         call = partial(simulation.call, len(ids), 1, token_ids=ids, cache_salt=salt)
         simulation.at(due_s, call)
@@ -59,7 +59,7 @@ def computed_tokens(simulation: Simulation) -> int:
 
 
 async def test_a_hot_prefix_is_fetched_by_others() -> None:
-    """One engine that has it could compute two thirds of what comes."""
+    """A hot prefix is fetched by others; the engine that has it could compute 2/3 of the load."""
     sim, chance = simulation(4), random.Random(1)
     calls, due_s = [(0.0, prompt((0, 8192)), "")], 1.0
     for number in range(150):
@@ -90,14 +90,15 @@ async def test_what_left_the_pool_comes_back_from_host_memory() -> None:
 
 
 def auc(hits: Sequence[float], misses: Sequence[float]) -> float:
-    """How often a probe of what is there takes longer than one of what is not; ties are halves."""
+    """The probability that a hit takes longer than a miss; ties count half."""
     ordered = sorted(misses)
     wins = sum(bisect_left(ordered, each) + bisect_right(ordered, each) for each in hits)
     return wins / (2 * len(hits) * len(misses))
 
 
 async def probed(prober: str) -> float:
-    """Of 2,000 prompts half were computed before for tenant `acme`; others' load runs beside."""
+    """The AUC of a probe's latency: half of 2,000 prompts were computed before for tenant `acme`,
+    and other tenants' load runs meanwhile."""
     sim, chance = simulation(2, 60_000), random.Random(3)
     calls: list[tuple[float, array[int], str]] = []
     secrets = [prompt((seed, 320)) for seed in range(2000)]

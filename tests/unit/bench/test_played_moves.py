@@ -1,5 +1,5 @@
 """Requests that outgrow their engine's promise, or whose engine withdraws it, in simulation: they
-move to another engine, once, and no client sees a longer gap.
+move to another engine once, and no client sees a longer gap.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from baton.core.membership import Role
 from baton.core.metrics import percentile
 from baton.core.step_cost import StepCost
 
-# 5 ms, and 1 ms for a thousand keys: what fits when it comes does not when it has grown.
+# 5 ms and 1 ms per thousand keys: a batch that fits at first no longer does when it has grown.
 COST = StepCost(0.005, (*(0.0,) * 6, 7.2e-6, *(20.6e-6,) * 3), 0.0, 1e-6)
 PROMISE_S = 0.015
 NUM_REQUESTS, LENGTHS = 8, (600, 1200)
 
 
 async def play(num_gateways: int, *, moves: bool) -> Simulation:
-    """All begin on the first engine; the others join before its promise breaks."""
+    """All requests begin on the first engine; the others join before its promise breaks."""
     setup = EngineSetup(Role.DECODE, PROMISE_S)
     simulation = Simulation(COST, dict.fromkeys("abc", setup), num_gateways)
     simulation.moves_requests = moves
@@ -48,7 +48,7 @@ async def play(num_gateways: int, *, moves: bool) -> Simulation:
 
 
 def late_p90_s(simulation: Simulation) -> float:
-    """Of gaps after the promise would have broken."""
+    """The 90th percentile of the gaps after the time when the promise would have broken."""
     gaps = [
         after - before
         for call in simulation.calls
@@ -71,7 +71,7 @@ def test_a_broken_promise_is_mended_by_a_few_moves(num_gateways: int) -> None:
 
 
 async def play_withdrawal(*, moves: bool) -> Simulation:
-    """Sixteen requests decode on two engines when one of them is to compute prompts alone."""
+    """Sixteen requests decode on two engines when one of them is set to compute prompts alone."""
     setups = {
         "prefill": EngineSetup(Role.PREFILL, PROMISE_S, 2048, 8192),
         "decode": EngineSetup(Role.DECODE, PROMISE_S),
@@ -90,7 +90,8 @@ async def play_withdrawal(*, moves: bool) -> Simulation:
 
 
 def test_what_decodes_where_a_promise_is_withdrawn_goes_where_it_is_kept() -> None:
-    """Else it has longer steps for as long as it has tokens to come."""
+    """Decodes on an engine that withdraws its promise move to one that keeps it; else their gaps
+    stay longer until they end."""
     late_s = {}
     for moves in (False, True):
         simulation = asyncio.run(play_withdrawal(moves=moves))

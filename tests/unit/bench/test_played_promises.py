@@ -16,7 +16,7 @@ from baton.core.membership import Role
 from baton.core.step_cost import StepCost, StepShape
 
 TARGET_S, TTFT_S, PHASE_S = 0.024, 1.0, 20.0
-# Its weights take half of a step that keeps the promise, and both kinds of a step nothing more.
+# Weights take half of a step that keeps the promise, and mixed steps have no extra cost.
 LARGE = replace(H200_8B, base_s=0.012, mixed_s=0.0, mixed_pair_s=0.0)
 LONG, SHORT = ((8192, 256), 5.0), ((256, 1024), 12.0)  # prompt and output tokens, requests/s
 
@@ -24,7 +24,7 @@ Phase = tuple[tuple[int, int], float]
 
 
 class DearMixture(StepCost):
-    """A mixture of experts whose steps of both kinds take longer than the sum of their parts."""
+    """A mixture of experts whose mixed steps take longer than the sum of their parts."""
 
     __slots__ = ()
 
@@ -41,7 +41,7 @@ MIXTURE = DearMixture(
 def play(
     *phases: Phase, cost: StepCost = LARGE, moves: bool = True, phase_s: float = PHASE_S
 ) -> Simulation:
-    """On two cards that both promise at first."""
+    """Simulate the phases on two GPUs that both promise at first."""
     setups = {
         "prefill": EngineSetup(Role.PREFILL, TARGET_S, 2048, 8192),
         "decode": EngineSetup(Role.DECODE, TARGET_S),
@@ -57,7 +57,7 @@ def play(
 
 
 def first_tokens_in_time(simulation: Simulation) -> float:
-    """The share of requests whose first token came within what is wanted."""
+    """The share of requests whose TTFT is within its target."""
     calls = simulation.calls
     return sum(call.is_served and call.ttft_s <= TTFT_S for call in calls) / len(calls)
 
@@ -95,7 +95,8 @@ async def test_a_load_that_both_can_take_moves_nothing(per_s: float, cost: StepC
 
 @pytest.mark.slow
 async def test_a_mixture_whose_mixed_steps_are_dear_decodes_on_one_card() -> None:
-    """As many requests at once as a fixed split of the cards serves well."""
+    """If mixed steps are expensive, one GPU decodes, and as many requests are served well as with a
+    fixed split of the GPUs."""
     late = [
         call
         for call in play(((2048, 256), 19.0), cost=MIXTURE, phase_s=30.0).calls
@@ -106,7 +107,8 @@ async def test_a_mixture_whose_mixed_steps_are_dear_decodes_on_one_card() -> Non
 
 @pytest.mark.slow
 async def test_prompts_do_not_stay_among_decodes_that_leave_them_no_room() -> None:
-    """Half the load, a pause, and all of it, which a fixed split of the cards serves well."""
+    """Prompts leave GPUs whose decodes leave them no room: after half the load and a pause comes
+    the full load, which a fixed split of the GPUs serves well."""
     nothing = (LONG[0], 1e-9)
     simulation = play((LONG[0], 2.0), nothing, *[(LONG[0], 4.0)] * 7, cost=MIXTURE, phase_s=5.0)
     assert [promises for _, _, promises in simulation.moves[:2]] != [False, True]

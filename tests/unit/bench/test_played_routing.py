@@ -1,4 +1,4 @@
-"""Routing of prompts, over simulated devices: gateways' knowledge of waiting prompts."""
+"""Routing of prompts over simulated devices: gateways' knowledge of waiting prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BOTH = EngineSetup(Role.DECODE, 0.024)
 
 
 async def test_two_gateways_do_not_send_to_the_same_engine_within_a_moment() -> None:
-    """One engine has fewer decodes: it is the best for both until its first prompt is told of."""
+    """The engine with fewer decodes is the best for both until its first prompt is reported."""
     simulation = Simulation(H200_8B, {"one": BOTH, "other": BOTH}, num_gateways=2)
     for due_s in (0.0, 0.1, 0.2):
         simulation.at(due_s, lambda: simulation.call(16, 1000))
@@ -27,7 +27,8 @@ async def test_two_gateways_do_not_send_to_the_same_engine_within_a_moment() -> 
 
 @pytest.mark.parametrize("num_gateways", [1, 2])
 async def test_nothing_is_sent_behind_a_prompt_that_takes_long(num_gateways: int) -> None:
-    """Its tokens alone would take 2.5 s. What they see takes 7 more, most of it at its end."""
+    """No prompt is sent behind a long one: its linear work takes 2.5 s, its attention 7 s more,
+    most of it at its end."""
     whole = EngineSetup(Role.PREFILL, None, 2048, 8192)
     setups = {"one": whole, "other": whole, "decode": EngineSetup(Role.DECODE)}
     simulation = Simulation(H200_8B, setups, num_gateways)

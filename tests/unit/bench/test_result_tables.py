@@ -55,14 +55,14 @@ def test_every_result_says_which_commit_was_measured(path: Any) -> None:
         assert all(call["commit"] for call in results.load(path.stem)["calls"])
     elif path.stem == "offline":
         assert all(row["commit"] for row in results.load(path.stem)["rows"])
-    elif path.stem not in ("serve", "copied_by_hand"):  # of several runs
+    elif path.stem not in ("serve", "copied_by_hand"):  # results of several runs
         assert results.load(path.stem)["commit"] in results.source(path.stem)
 
 
 def test_tables_that_are_measured_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before their files are there, and after."""
+    """A table without its results file says so; with the file, it has the measured rows."""
     for module in (results, baselines, goodput, offline):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
     assert offline.offline() == goodput.sharegpt() == "Not measured yet.\n"
@@ -95,8 +95,8 @@ def test_tables_that_are_measured_elsewhere(
 
 
 def test_goodput_in_brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The highest rate that some mode keeps, where each mode had as many requests; others at their
-    own."""
+    """For each cell the highest rate that some mode keeps; modes with another number of requests
+    are compared at their own rate."""
 
     def row(
         mode: str, rate: float, share: float, num: int, y_ms: float | None
@@ -112,7 +112,7 @@ def test_goodput_in_brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         row("auto, 2 gateways, margin 0.08", 4.0, 0.99, 100, 25.0),
         row("1+1, 2 gateways", 4.0, 0.5, 98, None),
         row("auto, 2 gateways", 5.0, 0.92, 100, 25.0),
-        row("vllm-512, 2 gateways", 5.0, 0.9, 130, None),  # others came
+        row("vllm-512, 2 gateways", 5.0, 0.9, 130, None),  # with other arrivals
         row("auto, 2 gateways", 6.0, 0.8, 100, 25.0),  # not kept
     ]
     calls = [{"machine": {"cards": "H200"}}]

@@ -65,7 +65,7 @@ def result_of(text: str) -> Result:
 
 @dataclass
 class FakeGeneration:
-    """Yields texts, then ends well or by `error`, behind a Ctrl-C if it `sends_ctrl_c`."""
+    """Yields texts, then ends well or with `error`, after a Ctrl-C if it `sends_ctrl_c`."""
 
     texts: Sequence[str]
     error: BatonError | None = None
@@ -92,7 +92,7 @@ class FakeGeneration:
 
 @dataclass
 class World:
-    """A shell whose input is a list; an exception in it is raised."""
+    """A shell whose input is a list; an exception in the list is raised."""
 
     answers: list[FakeGeneration] = field(default_factory=list)
     asked: list[tuple[str, GenerateParams]] = field(default_factory=list)
@@ -139,7 +139,7 @@ def test_reset_forgets_the_text() -> None:
 
 
 def test_a_chat_follows_the_template_of_the_model() -> None:
-    """Against transformers' own rendering of the same messages."""
+    """Prompts equal transformers' own rendering of the same messages."""
     chat = conversation_with("demo", "demo", None)
     assert isinstance(chat, Chat)
     world = World([FakeGeneration([" one"]), FakeGeneration([" two"])], conversation=chat)
@@ -213,7 +213,7 @@ def test_ctrl_c_cancels_the_generation_alone() -> None:
     said = world.run("start", "next")
     assert answer.is_cancelled
     assert "[cancelled]" in said
-    assert world.texts == ["start", "start so far\nnext"]  # what was shown stays
+    assert world.texts == ["start", "start so far\nnext"]  # the text already shown is kept
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -236,7 +236,7 @@ def test_a_full_context_says_how_to_go_on() -> None:
 
 
 class DyingDeployment:
-    """`Deployment`, of which a part keeps ending."""
+    """`Deployment` with a process that keeps ending."""
 
     address = "127.0.0.1:1"
     is_stopped = False
@@ -259,7 +259,7 @@ def sigterm() -> Iterator[None]:
 
 @pytest.mark.usefixtures("sigterm")
 def test_a_deployment_that_gives_up_ends_the_chat(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever it waits for, and once all parts have ended."""
+    """The chat ends whatever it is waiting for, and after all processes have ended."""
     deployment: Any = DyingDeployment()
     with (
         pytest.raises(SystemExit) as ended,

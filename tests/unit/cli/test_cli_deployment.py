@@ -26,7 +26,7 @@ from baton.node.engine_process.startup_messages import describe_pool
 
 
 def child(name: str, *lines: str, addresses: tuple[str, ...] = (), config: Any = None) -> Child:
-    """One that has ended with code 1."""
+    """A child process that has ended with code 1."""
     nothing = cast(Any, None)
     found = Child(
         name, (config,), ClusterConfig(), cast(Any, SimpleNamespace(returncode=1)), nothing, nothing
@@ -37,7 +37,7 @@ def child(name: str, *lines: str, addresses: tuple[str, ...] = (), config: Any =
 
 @pytest.fixture(autouse=True)
 async def loop() -> None:
-    """A Child makes an asyncio.Event."""
+    """An event loop, as a Child makes an asyncio.Event."""
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ async def test_what_cannot_be_is_said_before_anything_is_started(up: UpConfig, w
 async def test_a_part_that_ends_before_all_are_linked_ends_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It said `ready`, so nobody waits for its error any more."""
+    """A process that ends when ready, but before all are linked, fails the start with its error."""
 
     async def never(*_: object) -> int:
         await asyncio.Event().wait()
@@ -161,7 +161,7 @@ async def test_a_part_that_ends_before_all_are_linked_ends_the_start(
 
 
 class PlayedGateway:
-    """A client of one that sees engines of ours and of others."""
+    """A client of a gateway that sees engines of this deployment and of others."""
 
     def __init__(self, *nodes: NodeInfo) -> None:
         self.nodes = nodes
@@ -176,7 +176,7 @@ class PlayedGateway:
 
 
 def engine(name: str, node: int, *links: str) -> NodeInfo:
-    """At a node's address; its incarnation is its name."""
+    """An engine at a node's address; its incarnation is its name."""
     role = role_of(name)
     return NodeInfo(name, role, name, True, 1, 1, links, f"127.0.0.1:{node}")
 
@@ -214,7 +214,7 @@ async def test_others_on_the_same_redis_are_not_waited_for_and_do_not_count(
 async def test_topology_has_the_blocks_that_requests_can_have(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As each node's own line: two are nobody's."""
+    """The reported blocks are those of the node's own line, without the two reserved ones."""
     node = replace(engine("prefill-0", 1), num_blocks=102, block_size=16)
     limits = EngineLimits(num_blocks=102, block_size=16, max_model_len=64)
     deployment = SimpleNamespace(
@@ -235,7 +235,7 @@ async def test_a_line_that_is_too_long_does_not_end_the_reading() -> None:
 
 
 class Broken:
-    """A stdout that nobody reads any more, or on a disk that is full."""
+    """A stdout whose reader has gone, or on a full disk."""
 
     def write(self, text: str) -> None:
         raise BrokenPipeError
@@ -252,7 +252,7 @@ def test_lines_that_nobody_reads_end_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("error", [BrokenPipeError(), UnicodeEncodeError("ascii", "", 0, 1, "")])
 async def test_a_part_is_read_to_its_end_whatever_becomes_of_its_lines(error: Exception) -> None:
-    """One whose pipe is full would stand still."""
+    """Output is read to its end even if it cannot be printed: a full pipe blocks the child."""
     heard: list[str] = []
 
     def report(name: str, line: str) -> None:

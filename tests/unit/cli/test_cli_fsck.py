@@ -35,7 +35,7 @@ def member(incarnation: str, role: Role, name: str) -> Member:
 
 
 def ledger(node: str, **changes: Any) -> dict[str, Any]:
-    """As an engine writes it: nothing held."""
+    """A ledger as an idle engine writes it."""
     blocks = {"free": 90, "cached": 8, "held": 0, "reserved": 2, "total": 100}
     idle: dict[str, Any] = {
         "node": node,
@@ -56,7 +56,7 @@ def request(state: str, num_blocks: int) -> dict[str, Any]:
 
 
 class Cluster:
-    """A prefill and a decode engine in the middle of one hand-off; tests spoil it."""
+    """A prefill and a decode engine in the middle of one hand-off; each test adds a fault."""
 
     def __init__(self) -> None:
         self.num_published: int | None = 6
@@ -100,7 +100,7 @@ def wrong(survey: Survey) -> list[str]:
 def test_a_hand_off_under_way_is_sound() -> None:
     cluster = Cluster()
     assert cluster.wrong() == []
-    assert len(judge(cluster.survey())) == 2  # a line for each engine
+    assert len(judge(cluster.survey())) == 2  # one line per engine
 
 
 def test_block_counts_must_add_up() -> None:
@@ -208,7 +208,7 @@ def test_junk_in_redis_and_an_empty_cluster_are_reported() -> None:
 
 
 async def look_at(*surveys: Survey) -> list[Finding]:
-    """Examine a cluster that looks like this, then like that."""
+    """Examine a cluster that is in the given states one after the other."""
     looks = iter(surveys)
 
     async def look() -> Survey:

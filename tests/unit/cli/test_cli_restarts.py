@@ -23,7 +23,7 @@ from baton.core.errors import StartupFailed
 
 
 class Mortal:
-    """A part that ends once `over` is set."""
+    """A child process that ends once `over` is set."""
 
     cluster = ClusterConfig()
 
@@ -44,7 +44,7 @@ class Mortal:
 
 
 async def test_a_part_that_lived_long_may_end_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that keeps ending, one end soon after the other, ends all."""
+    """A process that lived long may end again; one that ends repeatedly ends the deployment."""
 
     async def start(name: str, *_: object, **__: object) -> Mortal:
         return Mortal(name)
@@ -64,7 +64,7 @@ async def test_a_part_that_lived_long_may_end_once_more(monkeypatch: pytest.Monk
         await deployment._launch(name)
 
     async def end(name: str) -> None:
-        """And wait until another is there."""
+        """End the process and wait until its successor has started."""
         (part,) = (each for each in deployment.children if each.name == name)
         cast(Any, part).over.set()
         while part in deployment.children or len(deployment.children) < 2:  # noqa: ASYNC110
@@ -75,7 +75,7 @@ async def test_a_part_that_lived_long_may_end_once_more(monkeypatch: pytest.Monk
         for _ in range(5):
             await end("p-0")
         monkeypatch.setattr("baton.cli.deployment.child_group._WELL_S", 1000.0)
-        await end("p-0")  # the second
+        await end("p-0")  # its second end
         await end("gateway")
         assert not keeping.done()
         (part,) = (each for each in deployment.children if each.name == "p-0")
@@ -86,7 +86,7 @@ async def test_a_part_that_lived_long_may_end_once_more(monkeypatch: pytest.Monk
 async def test_a_part_that_keeps_ending_is_started_later_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without a bound on its ends, for ever."""
+    """Without a limit on ends, restarts continue for ever, with growing delays of up to 5 s."""
     delays_s: list[float] = []
 
     async def start(name: str, *_: object, **__: object) -> Mortal:
@@ -112,7 +112,7 @@ async def test_a_part_that_keeps_ending_is_started_later_each_time(
 async def test_a_moment_without_descriptors_only_delays_a_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each start that fails counts as an end."""
+    """A failed start counts as an end and is tried again."""
     said: list[str] = []
     delays_s: list[float] = []
     parts: list[Mortal] = []
@@ -147,7 +147,7 @@ async def test_a_moment_without_descriptors_only_delays_a_part(
 
 
 class LoneRedis:
-    """`RedisServer`, whose socket is there or not as the test says."""
+    """`RedisServer` whose socket exists as the test decides."""
 
     def __init__(self, socket_path: Path) -> None:
         self.socket_path = socket_path
@@ -165,7 +165,8 @@ class LoneRedis:
 async def test_a_redis_is_started_again_once_nobody_can_reach_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Not as long as its socket is only not there yet; and what fails is tried again."""
+    """Redis is restarted once its socket has disappeared, not before the socket has appeared; a
+    failed restart is tried again."""
     module = "baton.cli.deployment.deployment"
     for constant in ("_LOOK_AGAIN_S", "_REDIS_RESTART_S"):
         monkeypatch.setattr(f"{module}.{constant}", 0.001)
@@ -209,7 +210,7 @@ async def test_a_part_that_keeps_ending_ends_all_by_name(
 
 
 async def test_a_second_signal_hurries_a_start_that_is_given_up() -> None:
-    """Parts that would be asked one after the other all are."""
+    """After a second signal all processes are asked to stop at once, not one after the other."""
     is_given_up, is_asked = asyncio.Event(), asyncio.Event()
     group = ChildGroup(lambda name, line: None)
     part = SimpleNamespace(ask_to_stop=is_asked.set)

@@ -23,7 +23,7 @@ SCRIPTS: dict[str, str] = tomllib.loads((Path(__file__).parents[3] / "pyproject.
 
 @pytest.fixture(autouse=True)
 def unraisable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # back to it behind each test
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # restored after each test
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -62,7 +62,7 @@ sys.exit(scripts._call(".played", "imports"))
 
 
 def test_an_interrupt_in_a_callback_is_not_lost() -> None:
-    """Locks of imports have some: Python drops what they raise."""
+    """Python drops exceptions raised in callbacks, such as those of import locks."""
     command = [sys.executable, "-c", _INTERRUPTED]
     ended = subprocess.run(command, timeout=15, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (130, "")
@@ -102,7 +102,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("flush", [True, False])
 def test_a_reader_that_has_enough_is_no_traceback(flush: bool) -> None:
-    """`baton doctor | head -1`."""
+    """`baton doctor | head -1` ends without a traceback."""
     command = [sys.executable, "-c", _CUT_OFF.format(flush=flush)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ended:
         assert ended.stdout is not None and ended.stderr is not None

@@ -1,4 +1,4 @@
-"""What was cancelled: a call, or the task that waits for it."""
+"""Cancellation of a call, or of the task that waits for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.proto.v1 import inference_pb2, inference_pb2_grpc
 
 
 class Silent(inference_pb2_grpc.InferenceServicer):
-    """Answers nobody."""
+    """Never replies."""
 
     def __init__(self) -> None:
         self.called = asyncio.Event()

@@ -63,7 +63,7 @@ def test_what_is_no_text_is_told_at_once(given: Any, param: str) -> None:
 
 
 class Peers(inference_pb2_grpc.InferenceServicer):
-    """Answers, and notes whom."""
+    """Replies, and records the caller's address."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -74,7 +74,7 @@ class Peers(inference_pb2_grpc.InferenceServicer):
 
 
 async def test_each_client_has_a_connection_of_its_own() -> None:
-    """Which of the gateways that share a port has it, the kernel chooses by connections."""
+    """Of gateways that share a port, the kernel chooses one for each connection."""
     server, peers = grpc.aio.server(), Peers()
     inference_pb2_grpc.add_InferenceServicer_to_server(peers, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -88,7 +88,7 @@ async def test_each_client_has_a_connection_of_its_own() -> None:
 
 
 class Answers(inference_pb2_grpc.InferenceServicer):
-    """An empty stream, or a failure, for each request."""
+    """Replies to each request with an empty stream or a failure."""
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         if request.text == "fail":
@@ -110,7 +110,7 @@ async def test_what_is_kept_of_an_ended_request_keeps_no_connection() -> None:
             generation = client.generate(prompt)
             if prompt == "stay":
                 generation.cancel()
-            for _ in range(2):  # the second read ends as the first
+            for _ in range(2):  # the second read ends like the first
                 try:
                     assert [chunk async for chunk in generation] == [] and prompt == "end"
                 except BatonError as error:
@@ -128,7 +128,7 @@ async def test_what_is_kept_of_an_ended_request_keeps_no_connection() -> None:
 
 
 def connections_to(address: str) -> int:
-    """TCP connections of this host that were opened to it."""
+    """The number of TCP connections of this host to the address."""
     port = f":{int(address.rpartition(':')[2]):04X}"
     found = (Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6"))
     rows = [row.split() for text in found for row in text.splitlines()[1:]]
@@ -136,7 +136,8 @@ def connections_to(address: str) -> int:
 
 
 def test_a_ca_is_pem(tmp_path: Path) -> None:
-    """gRPC would say at each call that the gateway is unavailable."""
+    """A CA file that is not PEM is refused; gRPC would report an unavailable gateway at
+    each call."""
     (tmp_path / "ca.crt").write_bytes(b"\x30\x82")
     for kind in (Client, AsyncClient):
         with pytest.raises(InvalidRequest, match="PEM") as caught:
@@ -145,7 +146,7 @@ def test_a_ca_is_pem(tmp_path: Path) -> None:
 
 
 def test_a_gateway_that_was_away_for_long_is_found_soon() -> None:
-    """gRPC's own limit is two minutes between two tries, in which every call fails at once."""
+    """Reconnection waits 2 s at most; gRPC's default is two minutes, in which every call fails."""
 
     class Driver:
         def insecure_channel(self, target: str, options: Any) -> dict[str, int]:

@@ -74,7 +74,7 @@ TYPES: dict[str, Any] = {
 
 
 def shape(parameter: Parameter) -> str:
-    """Of its values in JSON."""
+    """The JSON type of a parameter's values."""
     if parameter.kind is EARLY_STOPPING:
         return "early"
     return str(parameter.field.schema.get("type", "texts"))
@@ -169,7 +169,7 @@ def test_numbers_may_be_numpys() -> None:
 
 
 def test_a_timeout_that_is_far_off() -> None:
-    """gRPC takes one that it cannot count for one that is over."""
+    """A deadline too far for gRPC to represent is shortened; gRPC would treat it as expired."""
     for timeout_s, expected in ((math.inf, None), (None, None), (0, 0.0), (np.float32(0.5), 0.5)):
         assert build_request("x", {"timeout_s": timeout_s})[1] == expected  # type: ignore[typeddict-item]
     for timeout_s in (1e12, 1e300):
@@ -207,7 +207,7 @@ def test_a_torn_stream_is_noticed() -> None:
 
 
 class Failure:
-    """What both kinds of gRPC errors have."""
+    """The methods that both kinds of gRPC errors have."""
 
     def __init__(self, status: grpc.StatusCode, details: str = "", **metadata: str) -> None:
         self._status, self._details = status, details
@@ -287,7 +287,7 @@ def test_a_stream_that_ends_without_a_result_is_an_error() -> None:
 
 
 class Left(Failure, grpc.RpcError):
-    """A call of two samples that its client has cancelled: it is its own error, as gRPC's are."""
+    """A call of two samples that its client has cancelled; like gRPC's, it is also the error."""
 
     def __init__(self) -> None:
         super().__init__(grpc.StatusCode.CANCELLED)

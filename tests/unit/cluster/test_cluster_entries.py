@@ -22,7 +22,7 @@ ENTRY = Entry(MEMBER, sequence=3, at_ms=1_790_000_000_000, ttl_ms=6000)
 
 
 def changed(raw: bytes, changes: dict[str, object], num_tag_bytes: int = 0) -> bytes:
-    """Another entry under the seal of this one."""
+    """A changed entry with the seal of the original one."""
     written, seal = raw[: len(raw) - num_tag_bytes], raw[len(raw) - num_tag_bytes :]
     entry = json.loads(written)
     of_entry = changes.keys() & OF_ENTRY
@@ -152,7 +152,7 @@ def test_what_is_signed_covers_time_sequence_and_goodbye() -> None:
 
 
 def test_an_entry_counts_for_its_ttl_and_no_writer_makes_that_long() -> None:
-    ENTRY.check_age(ENTRY.at_ms - 900)  # a Redis server that took over may be a little behind
+    ENTRY.check_age(ENTRY.at_ms - 900)  # a Redis replica that took over may be a little behind
     ENTRY.check_age(ENTRY.at_ms + 6000)
     for now_ms in (ENTRY.at_ms + 6001, ENTRY.at_ms - 1001, ENTRY.at_ms + 3_600_000, 0):
         with pytest.raises(BadEntry):

@@ -34,7 +34,7 @@ ENTRY = Entry(MEMBER, sequence=1, at_ms=1_790_000_000_000, ttl_ms=6000)
 
 
 def is_accepted(by: ClusterSecret, who: ClusterSecret) -> bool:
-    """By the rule: what one signs and dials with, the other accepts."""
+    """The rule: the key that one process signs and dials with is accepted by the other."""
     return who.current == by.current or (who.current == by.also and by.also is not None)
 
 
@@ -61,7 +61,7 @@ def reads_entry(of: ClusterSecret, by: ClusterSecret) -> bool:
 def test_every_pair_of_configurations(one: ClusterSecret, other: ClusterSecret) -> None:
     expected = is_accepted(by=other, who=one)
     assert shakes_hands(one, other) == expected
-    if other.current:  # who has no secret believes every entry
+    if other.current:  # a process without a secret accepts every entry
         assert reads_entry(one, other) == expected
         assert (other.unseal(one.seal(b"blocks")) == b"blocks") == expected
 
@@ -74,7 +74,8 @@ def test_neighbouring_steps_accept_each_other_both_ways() -> None:
 
 
 def test_a_listener_proves_nothing_to_who_names_no_key_of_its_own() -> None:
-    """What it proves, a stranger could test guesses of a weak secret against."""
+    """A listener's proof would let a stranger test guesses of a weak secret offline, so it proves
+    nothing to a peer with an unknown key."""
     keys = ClusterSecret(OLD, NEW).keys_by_id()
     theirs = Listener(lambda opening: keys.get(opening.key_id), b"session", (ADDRESS,))
     stranger = ClusterSecret("a guess").dialing_key
@@ -110,7 +111,7 @@ def test_a_secret_is_not_shown() -> None:
 def test_the_other_secret_stands_beside_one() -> None:
     with pytest.raises(StartupFailed, match="--cluster-secret-also"):
         ClusterConfig(cluster_secret_also=NEW)
-    config = ClusterConfig(cluster_secret=OLD, cluster_secret_also="")  # as by the environment
+    config = ClusterConfig(cluster_secret=OLD, cluster_secret_also="")  # as from the environment
     assert ClusterSecret.of(config) == ClusterSecret(OLD)
 
 

@@ -1,5 +1,5 @@
-"""Certificates: created, checked at the start, replaced under a server; and the addresses where it
-may listen.
+"""Certificates: created, checked at the start, replaced while a server runs; and the addresses
+where it may listen.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_keys_are_their_owner_s_to_read(certs: Path) -> None:
 
 
 def handshake(server: ssl.SSLContext, ca: Path, name: str = "localhost") -> bytes:
-    """A whole handshake in memory; the certificate that the client saw, DER. Raises SSLError."""
+    """A handshake in memory; returns the certificate received by the client (DER), or SSLError."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     context = ssl.create_default_context(cafile=str(ca))
     client = context.wrap_bio(to_client, to_server, server_hostname=name)
@@ -99,7 +99,7 @@ def test_the_server_certificate_is_for_the_names_that_were_asked_for(certs: Path
     files = CertificateFiles(certs / "server.crt", certs / "server.key", None, "--tls-cert")
     context = files.http_context()
     for name in ("localhost", "127.0.0.1", "::1", "llm.example", "10.0.0.9"):
-        handshake(context, certs / "ca.crt", name)  # an address comes without SNI
+        handshake(context, certs / "ca.crt", name)  # for an address there is no SNI
     with pytest.raises(ssl.SSLCertVerificationError):
         handshake(context, certs / "ca.crt", "evil.example")
 
@@ -126,7 +126,7 @@ def test_a_new_certificate_counts_from_the_next_handshake_on(
 def test_a_pair_is_read_whole_or_not_at_all(
     certs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """gRPC gets bytes and HTTP a context that OpenSSL reads: both are of one moment."""
+    """gRPC's bytes and HTTP's context, which OpenSSL reads from files, are of the same version."""
     pair = (tmp_path / "tls.crt", tmp_path / "tls.key")
 
     def write(name: str) -> None:
@@ -196,14 +196,14 @@ def clock_at(unix_s: float) -> FakeClock:
 
 
 def from_and_until(path: Path) -> tuple[float, float]:
-    """Of the first certificate, as OpenSSL reads it."""
+    """The validity of the first certificate, as read by OpenSSL."""
     shown = ssl._ssl._test_decode_cert(str(path))  # type: ignore[attr-defined]
     first, last = (ssl.cert_time_to_seconds(shown[name]) for name in ("notBefore", "notAfter"))
     return first, last
 
 
 def test_times_are_those_that_openssl_reads(certs: Path, tmp_path: Path) -> None:
-    make_certificates(tmp_path / "long", days=40 * 365)  # past 2049: another kind of time
+    make_certificates(tmp_path / "long", days=40 * 365)  # past 2049: another time format
     for path in (certs / "server.crt", certs / "ca.crt", tmp_path / "long/gateway.crt"):
         (found,) = validities(path.read_bytes())
         assert (found.from_s, found.until_s) == from_and_until(path)
@@ -257,13 +257,13 @@ def test_a_ca_file_counts_while_one_in_it_does(certs: Path, tmp_path: Path) -> N
 def test_a_renewed_certificate_counts_from_the_moment_that_it_is_valid(
     certs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_authority: bool
 ) -> None:
-    """The CA's clock may be ahead of ours."""
+    """A renewed certificate is used once it is valid, as the CA's clock may be ahead of ours."""
     paths = [tmp_path / name for name in ("tls.crt", "tls.key", "ca.crt")]
     for path, name in zip(paths, ("server.crt", "server.key", "ca.crt"), strict=True):
         shutil.copy(certs / name, path)
     make_certificates(tmp_path / "new")
     shown = paths[2] if is_authority else paths[0]
-    # A second may end between the two.
+    # A second may pass between the creation of the two.
     from_s = max(from_and_until(tmp_path / "new" / name)[0] for name in ("ca.crt", "server.crt"))
     files = CertificateFiles(*paths, "x", clock_at(from_s))
     first = files.current()
@@ -356,7 +356,7 @@ def test_the_role_is_in_the_certificate_s_names() -> None:
             check_peer_role(context, "gateway")
 
 
-# --- where to listen ------------------------------------------------------------------------------
+# --- addresses to listen on -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The directory that queries known nodes while Redis is away: which nodes, and which responses it
+"""The directory that queries known nodes while Redis is away: which nodes, and which replies it
 trusts.
 """
 
@@ -23,7 +23,7 @@ BOTH = (Role.PREFILL, Role.DECODE)
 
 
 def engine(number: int, node: str = "p", role: Role = Role.PREFILL) -> Member:
-    """The `number`-th engine that ever was at this node."""
+    """The `number`-th engine of this node."""
     address = f"host-{node}:5000"
     return Member(
         f"{number:032x}", role, node, address, "demo", "f", 512, 16, 64,
@@ -36,7 +36,7 @@ def entries(*members: Member, secret: ClusterSecret = SECRET) -> Sequence[bytes]
 
 
 class Redis(FakeDirectory):
-    """Which can be away, and come back with nothing in it."""
+    """A Redis directory that can be away, and be empty when it returns."""
 
     is_away = False
 
@@ -46,7 +46,7 @@ class Redis(FakeDirectory):
 
 
 class Nodes:
-    """The asker: who answers, by address; the others are silent."""
+    """Queries nodes: `answers` has the replies by address; all other nodes fail."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Sequence[bytes]] = {}
@@ -65,7 +65,7 @@ class Nodes:
 
 
 class World:
-    """A directory under test, with all around it played. `known` is what a watcher was told."""
+    """The directory under test in simulated surroundings. `known` is a watcher's last list."""
 
     def __init__(self, roles: Sequence[Role] = BOTH) -> None:
         self.redis, self.nodes, self.clock = Redis(), Nodes(), FakeClock()
@@ -86,7 +86,7 @@ class World:
         self._slept.clear()
 
     async def pass_by(self, seconds: float = 1.0) -> None:
-        """Let time pass, and all come to rest."""
+        """Let time pass, then wait until all tasks are idle."""
         while seconds > 0:
             await self._sleeps.wait()
             self._sleeps.clear()
@@ -259,7 +259,7 @@ async def test_a_puller_asks_sources_alone() -> None:
 
 
 async def test_who_begins_to_watch_without_redis_gets_what_is_known(world: World) -> None:
-    """An engine that starts again looks for sources anew."""
+    """A watcher that starts without Redis gets the known nodes, for a restarted engine."""
     await world.lose_redis_that_has(P1, D1)
     world.nodes.answers[P1.address] = entries(P2)
     await world.pass_by()
@@ -292,7 +292,7 @@ async def test_a_watcher_is_told_what_broke_the_look_and_who_watches_again_looks
 
 
 def test_an_answer_s_entries_are_none_for_redis() -> None:
-    """Whoever recorded one could put it there."""
+    """Redis must not accept the entries of a node's reply: anyone could have recorded them."""
     (entry,) = entries(P1)
     with pytest.raises(BadEntry, match="too old"):
         decode_entry(entry, SECRET).check_age(now_ms=1_790_000_000_000)

@@ -36,7 +36,7 @@ def grammars(model_dir: Path) -> Grammars:
 
 
 def matches(grammars: Grammars, constraint: Constraint, text: str) -> bool:
-    """Whether the text, and then EOS, would be let through: a token is a byte."""
+    """Whether the constraint allows the text followed by EOS; each byte is a token."""
     matcher = grammars.compile(constraint).follow()
     try:
         accept(matcher, [*text.encode(), EOS_ID])
@@ -143,7 +143,7 @@ BOMBS = [
 @pytest.mark.parametrize("pattern", BOMBS)
 @pytest.mark.timeout(10)
 def test_a_regex_cannot_hold_a_step_up(grammars: Grammars, pattern: str) -> None:
-    """Compiled and walked, or given up; 10 s are 1,000 times what it may take."""
+    """A regex is compiled and followed, or refused, within 10 s, 1,000 times what it may take."""
     matcher = None
     try:
         matcher = grammars.compile(Constraint(REGEX, pattern)).follow()
@@ -239,7 +239,7 @@ def test_a_choice_is_one_of_these_texts(grammars: Grammars, values: list[str], o
     st.text("abcdxX12日本\n", max_size=5),
 )
 def test_a_regex_matches_whole_outputs(grammars: Grammars, pattern: str, text: str) -> None:
-    # An output that is empty is no match of ours: some token comes before EOS.
+    # An empty output is no match for us: at least one token precedes EOS.
     expected = re.fullmatch(pattern, text) is not None
     assert matches(grammars, Constraint(REGEX, pattern), text) == expected
 
@@ -254,7 +254,7 @@ def test_eos_comes_where_the_grammar_accepts_and_all_of_the_models(model_dir: Pa
         assert bits[ord("b")] and not bits[EOS_ID + 1 :].any()
 
 
-# --- what cannot be had at all -----------------------------------------------------------------
+# --- unsupported constraints -------------------------------------------------------------------
 
 
 def refusal(grammars: Grammars) -> InvalidRequest:
@@ -281,7 +281,7 @@ def test_without_a_tokenizer_or_an_end_there_are_none(model_dir: Path, tmp_path:
 def test_a_tokenizer_that_is_not_the_models_is_refused(
     model_dir: Path, vocab_size: int, eos_id: int
 ) -> None:
-    """It knows more ids than the model, or not its end."""
+    """A tokenizer with more ids than the model, or without its EOS, is refused."""
     grammars = Grammars(model_dir, vocab_size, [eos_id])
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="tokenizer") as refused:
@@ -290,7 +290,7 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(
 
 
 def test_added_tokens_that_the_model_has_no_room_for_are_left_out(model_dir: Path) -> None:
-    """A token to pad with, say, behind a vocabulary that was never made larger."""
+    """E.g. a padding token added behind a vocabulary whose embedding was not enlarged."""
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|pad|>"])
     padded = model_dir.parent / "padded"
@@ -303,7 +303,7 @@ def test_added_tokens_that_the_model_has_no_room_for_are_left_out(model_dir: Pat
     assert refused.value.code == "invalid_schema"
 
 
-# --- what is kept --------------------------------------------------------------------------------
+# --- the cache -----------------------------------------------------------------------------------
 
 
 def distinct(index: int) -> Constraint:
@@ -359,7 +359,7 @@ print(resident(), grammars.num_kept_bytes)
 @pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_distinct_schemas_in_a_row_fill_no_memory(model_dir: Path, count: int) -> None:
-    """What is kept is counted for at least what it takes, and what is dropped is given back."""
+    """The cache counts at least the memory of its grammars, and frees that of evicted ones."""
     arguments = (str(model_dir), str(VOCAB_SIZE), str(EOS_ID), str(count))
     first, half, last, counted = _resident_bytes(_CODE, *arguments)
     assert counted <= 64 << 20

@@ -21,7 +21,7 @@ from baton.core.channels.frames import MAX_FRAME_BYTES, BrokenStream, encode_pay
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, socket.socket]]:
-    """A channel, and the raw other end."""
+    """A channel, and the raw socket at its other end."""
     ours, theirs = socket.socketpair()
     with theirs:
         channel = Channel(ours)
@@ -31,7 +31,7 @@ def ends() -> Iterator[tuple[Channel, socket.socket]]:
 
 
 def receive_all(channel: Channel, *, other: Channel | None = None) -> list[bytes]:
-    """Until the other end has closed; `other` is helped to send what it kept."""
+    """All payloads until the other end closes; `other`, if given, sends its backlog meanwhile."""
     payloads: list[bytes] = []
     is_over = False
     while not is_over:
@@ -139,7 +139,7 @@ def test_who_does_not_read_blocks_nobody_and_is_told_of_in_time() -> None:
     channel = Channel(ours, max_unsent_bytes=2 << 20)
     with theirs:
         message = b"t" * 100_000
-        for _ in range(15):  # more than a socket holds, less than is kept
+        for _ in range(15):  # more than a socket holds, less than the channel keeps
             channel.send(message)
         assert channel.has_unsent
         with pytest.raises(ChannelBroken, match="does not read"):
@@ -177,7 +177,7 @@ def test_close_is_for_good_and_for_both(ends: tuple[Channel, socket.socket]) -> 
 
 
 def test_a_close_beside_writers_harms_no_later_descriptor() -> None:
-    """Another thread may be about to write when a channel is closed: nothing strange is written."""
+    """A thread that writes to a closing channel does not write to a reused descriptor."""
     for _ in range(50):
         ours, theirs = socket.socketpair()
         channel = Channel(ours)

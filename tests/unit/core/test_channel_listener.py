@@ -35,7 +35,7 @@ DIALER, OTHER = "d" * 32, "e" * 32
 
 @dataclass
 class Engine:
-    """A listener whose channels the test takes."""
+    """A listener whose channels are taken by the test."""
 
     addresses: tuple[str, ...] = ()
     secure: Any = None
@@ -68,7 +68,7 @@ class Engine:
         )
 
     def connect(self, *, is_local: bool) -> socket.socket:
-        """A stranger."""
+        """A connection without a handshake."""
         if not is_local:
             return socket.create_connection(("127.0.0.1", self.listener.port))
         stranger = socket.socket(socket.AF_UNIX)
@@ -97,7 +97,7 @@ def is_local(request: pytest.FixtureRequest) -> bool:
 
 
 def assert_joined(dialled: socket.socket, engine: Engine, purpose: bytes = GATEWAY) -> None:
-    """What the dialer sends comes out of the channel that the listener handed over."""
+    """Data sent by the dialer arrives at the channel that the listener handed over, and back."""
     opening, channel = engine.accepted.get(timeout=5.0)
     assert (opening.dialer, opening.purpose) == (DIALER, purpose)
     with dialled:
@@ -114,7 +114,8 @@ def assert_joined(dialled: socket.socket, engine: Engine, purpose: bytes = GATEW
 
 
 def test_an_engine_may_stand_still_while_long_prompts_come(engine: Engine) -> None:
-    """What a gateway sends meanwhile is more than the kernel takes for who does not read."""
+    """A gateway's messages are kept while the engine does not read for seconds, even if they exceed
+    the kernel's socket buffers."""
     with engine.dial(is_local=False) as dialled:
         _, channel = engine.accepted.get(timeout=5.0)
         gateway = Channel(dialled)
@@ -229,7 +230,7 @@ def test_an_answer_that_proves_nothing_gets_nothing(engine: Engine, is_local: bo
 def test_nonsense_gets_nothing(engine: Engine, is_local: bool, words: bytes) -> None:
     with engine.connect(is_local=is_local) as raw:
         raw.settimeout(5.0)
-        with suppress(OSError):  # it may be closed before all is said
+        with suppress(OSError):  # it may be closed before all is sent
             raw.sendall(words)
             raw.shutdown(socket.SHUT_WR)
         with suppress(ConnectionError):
@@ -240,14 +241,14 @@ def test_nonsense_gets_nothing(engine: Engine, is_local: bool, words: bytes) -> 
 def test_who_is_too_slow_is_hung_up_on(
     engine: Engine, is_local: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it says something now and then."""
+    """A peer without a handshake in time is disconnected, even if it sends a byte now and then."""
     monkeypatch.setattr(admission, "ADMIT_S", 0.2)
     monkeypatch.setattr(channel_listener, "ADMIT_S", 0.2)
     with engine.connect(is_local=is_local) as silent, engine.connect(is_local=is_local) as slow:
         for each in (silent, slow):
             each.settimeout(5.0)
         began_s = time.monotonic()
-        with pytest.raises(OSError):  # the far end has gone
+        with pytest.raises(OSError):  # the far end has closed
             while time.monotonic() < began_s + 5:
                 slow.sendall(b"B")
                 time.sleep(0.02)
@@ -273,7 +274,7 @@ def test_silent_strangers_keep_nobody_out(engine: Engine, is_local: bool) -> Non
 
 
 def test_strangers_do_not_push_out_who_has_proven_itself(engine: Engine, is_local: bool) -> None:
-    """It may have to wait, until the directory has it."""
+    """Unproven connections do not displace a proven peer that waits for the directory."""
     may_pass, waits = threading.Event(), threading.Event()
 
     def check(opening: Opening, names: frozenset[str] | None) -> None:
@@ -377,11 +378,11 @@ def test_all_addresses_are_those_of_both_families(host: str) -> None:
     engine.close()
 
 
-# -- the end ---------------------------------------------------------------------------------------
+# -- shutdown --------------------------------------------------------------------------------------
 
 
 def settle() -> None:
-    """Let threads of connections end."""
+    """Wait until all threads of pending connections have ended."""
     until_s = time.monotonic() + 5
     while time.monotonic() < until_s and any(
         thread.name == "newcomer" for thread in threading.enumerate()
@@ -463,7 +464,7 @@ def tls_of(certs: Path, role: str) -> EngineTls:
 
 @pytest.fixture
 def secured(certs: Path) -> Iterator[Engine]:
-    """A source: pullers need the decode role's certificate, gateways the gateway's."""
+    """A source: pullers need the certificate of the decode role, gateways that of the gateway."""
     wanted = {GATEWAY: "gateway.baton.internal", PULLER: "decode.baton.internal"}
 
     def check(opening: Opening, names: frozenset[str] | None) -> None:
@@ -504,7 +505,7 @@ def test_certificates_of_another_cluster_are_none(
     make_certificates(other := tmp_path / "other")
     with pytest.raises(OSError):
         secured.dial(is_local=False, secure=tls_of(other, "gateway").puller_wrap())
-    with pytest.raises((OSError, NodeLost)):  # it speaks no TLS
+    with pytest.raises((OSError, NodeLost)):  # without TLS
         secured.dial(is_local=False)
     assert secured.accepted.empty()
 

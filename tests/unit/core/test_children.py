@@ -21,7 +21,7 @@ time.sleep(60)
 
 
 def test_a_child_ends_with_its_killed_parent() -> None:
-    """At any moment: while it still becomes the command, too."""
+    """At any moment, also before the child has executed its command."""
     for pause_s in (0.0, 0.005, 0.02, 0.3):
         ours, theirs = os.pipe()
         parent = subprocess.Popen(
@@ -33,7 +33,7 @@ def test_a_child_ends_with_its_killed_parent() -> None:
         assert parent.stdout is not None and parent.stdout.readline() == b"started\n"
         parent.kill()
         parent.communicate()
-        ready, _, _ = select.select([ours], [], [], 5.0)  # the pipe's end: nobody holds the other
+        ready, _, _ = select.select([ours], [], [], 5.0)  # end of file: no writer is left
         assert ready and os.read(ours, 1) == b""
         os.close(ours)
 

@@ -17,7 +17,8 @@ OWN = (700, 11, 12)
 
 @pytest.fixture(autouse=True)
 def settings() -> Iterator[None]:
-    """pytest keeps what it has loaded out of collections, as some users do."""
+    """Set thresholds, and freeze objects again afterwards: pytest excludes what it has loaded from
+    collections, as some users do."""
     before = gc.get_threshold()
     gc.set_threshold(*OWN)
     yield
@@ -50,7 +51,7 @@ def test_in_a_process_that_is_not_ours_nothing_is_kept_out_of_collections() -> N
 
 
 def test_what_is_collected_may_have_settled() -> None:
-    """The collection as one settles finds another's garbage, whose end is in another thread."""
+    """The collection in `settle` may free an object that unsettles in another thread."""
 
     class Owner:
         def __init__(self) -> None:
@@ -102,7 +103,7 @@ def test_some_are_collected_where_enough_is_new() -> None:
 
 
 def test_what_survives_is_collected_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each older generation once the younger one was collected often, as by Python's own rule."""
+    """A generation is collected after enough collections of the younger one, as in Python."""
     gc.set_threshold(20_000, *OWN[1:])
     gc.collect()
     old = cycles(10)
@@ -116,7 +117,7 @@ def test_what_survives_is_collected_later(monkeypatch: pytest.MonkeyPatch) -> No
         collect_some()
         collected.append(not any(one() for one in old))
     assert collected[-1] and not collected[0]
-    monkeypatch.setattr(collector, "_NUM_TIMES", (20, 20))  # or it would take 8 million objects
+    monkeypatch.setattr(collector, "_NUM_TIMES", (20, 20))  # else it takes 8 million objects
     oldest, counts = cycles(10), []
     kept = [one() for one in oldest]
     gc.collect(1)
@@ -129,7 +130,8 @@ def test_what_survives_is_collected_later(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_is_old_is_walked_as_seldom_as_by_thresholds() -> None:
-    """Of a host tier of 200,000 blocks that takes 20 ms: longer than a step."""
+    """The oldest generation is collected as rarely as by the thresholds: with a host tier of
+    200,000 blocks a collection takes 20 ms, longer than a step."""
     gc.set_threshold(20_000, 20, 20)
     gc.collect()
     num_before = gc.get_stats()[2]["collections"]
@@ -140,7 +142,8 @@ def test_what_is_old_is_walked_as_seldom_as_by_thresholds() -> None:
 
 
 def test_a_burst_between_two_waits_is_no_reason_to_walk_what_is_old() -> None:
-    """Prompt log-probabilities of a step, for one, are more than the youngest may be."""
+    """A burst of objects, e.g. prompt log-probabilities of a step, exceeds the youngest generation
+    but causes no collection of the oldest."""
     end = settle(collects_some=True)
     gc.collect()
     num_before = gc.get_stats()[2]["collections"]

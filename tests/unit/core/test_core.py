@@ -77,7 +77,7 @@ def test_salts_and_fingerprints_do_not_collide_by_concatenation() -> None:
 
 
 def test_mix64_matches_the_published_sequence() -> None:
-    """splitmix64 seeded with 1234567: the reference implementation's first outputs."""
+    """The first outputs of the reference implementation of splitmix64, seeded with 1234567."""
     state, outputs = 1234567, []
     for _ in range(3):
         state = (state + 0x9E3779B97F4A7C15) % 2**64
@@ -136,7 +136,7 @@ def test_secrets_go_by_the_environment_and_come_back(monkeypatch: pytest.MonkeyP
 def test_a_child_s_flags_are_not_changed_by_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its command line leaves out what equals the defaults of the code."""
+    """A child's command line omits defaults, so the environment must not override them."""
     monkeypatch.setenv("BATON_CLUSTER", "other")
     monkeypatch.setenv("BATON_MODEL", "other")
     environment = flags.environment_without([ClusterConfig(), NodeConfig()])
@@ -245,7 +245,7 @@ def test_what_no_rank_can_run_with_is_refused_by_its_flag(name: str, value: floa
 
 @pytest.mark.parametrize("name", ["max_request_s", "heartbeat_timeout_s"])
 def test_no_time_at_all_is_not_endless(name: str) -> None:
-    """Every request would fail, or every node be lost, at once."""
+    """Timeouts must be positive: with 0 every request would fail, or every node be lost."""
     for value in (0.0, -1.0):
         with pytest.raises(errors.StartupFailed, match=f"--{name.replace('_', '-')} must be"):
             GatewayConfig(**{name: value})  # type: ignore[arg-type]

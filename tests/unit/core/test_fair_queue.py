@@ -1,4 +1,6 @@
-"""The queue that is fair between callers, against a brute force of its rules and its bounds."""
+"""The queue that is fair between callers, against a brute-force implementation of its rules and
+against its bounds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ TOKENS = st.integers(1, 40)
 
 @dataclass
 class Item:
-    """Of the brute force: one flat list of these, searched anew each time."""
+    """An item of the brute force, which searches one flat list each time."""
 
     name: int
     caller_id: int
@@ -31,12 +33,12 @@ class Item:
 class BruteForce:
     """The rules, one by one. Counters of all callers are kept for ever."""
 
-    items: list[Item] = field(default_factory=list)  # by arrival, those that came back before
+    items: list[Item] = field(default_factory=list)  # by arrival, returned ones first
     served: Counter[int] = field(default_factory=Counter)
-    passing: Counter[int] = field(default_factory=Counter)  # tokens of others meanwhile
-    joined: list[int] = field(default_factory=list)  # waiting callers by when they came
+    passing: Counter[int] = field(default_factory=Counter)  # others' tokens served meanwhile
+    joined: list[int] = field(default_factory=list)  # waiting callers by time of arrival
     floor: int = 0
-    pinned: int | None = None  # name of the head
+    pinned: int | None = None  # name of the head item
 
     def waiting(self) -> set[int]:
         return {item.caller_id for item in self.items if not item.is_first}
@@ -80,7 +82,7 @@ class BruteForce:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Both do the same; whatever one can see is equal."""
+    """The queue and the brute force perform the same operations; all that is visible is equal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +153,7 @@ TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, de
 @given(st.lists(st.lists(TOKENS, min_size=40, max_size=40), min_size=2, max_size=5))
 @settings(max_examples=40)
 def test_callers_that_always_wait_are_served_alike(prompts: list[list[int]]) -> None:
-    """Never apart by more than two of the largest charge, as the paper proves of its own."""
+    """Service of waiting callers differs by at most twice the largest charge, as in the paper."""
     queue: FairQueue[tuple[int, int]] = FairQueue()
     for caller_id, lengths in enumerate(prompts):
         for index, length in enumerate(lengths):

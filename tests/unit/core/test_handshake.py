@@ -1,5 +1,5 @@
-"""A peer with the key passes the handshake; none without it, with replayed, altered or mixed
-messages.
+"""A peer with the key passes the handshake; a peer without it does not, whether it replays, alters
+or mixes messages.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_a_listener_proves_nothing_where_another_key_is_meant() -> None:
 
 
 def test_each_end_finds_out_that_the_other_has_another_key() -> None:
-    """Also where the other claims the id of the right one."""
+    """Either end detects a different key, even if the other claims the id of the right one."""
     ours, theirs, liar = dialer(), listener(), dialer(OTHER_KEY)
     opening = dataclasses.replace(Opening.unpack(liar.opening), key_id=key_id(KEY)).pack()
     liar.opening = opening
@@ -114,14 +114,14 @@ def test_nothing_recorded_passes_again() -> None:
 
 
 def test_a_relay_at_another_address_is_of_no_use() -> None:
-    """Somebody listens where a dead engine did, and passes all on to a live one elsewhere."""
+    """A relay that listens at a dead engine's address and forwards to a live engine is refused."""
     ours = dialer(address=OTHER_ADDRESS)
     with pytest.raises(Unauthenticated, match="address"):
         listener().challenge(ours.opening)
 
 
 def test_a_proof_cannot_be_turned_back() -> None:
-    """A listener is asked to prove what a dialer should: the direction differs."""
+    """A listener's proof does not pass as a dialer's: the direction is part of it."""
     theirs = listener()
     challenge = theirs.challenge(dialer().opening)
     for proof in (challenge[:ANSWER_BYTES], challenge[-ANSWER_BYTES:]):
@@ -139,7 +139,7 @@ def test_what_goes_with_the_answer_is_proven_too() -> None:
 
 
 def mutated(message: bytes, chance: random.Random) -> bytes:
-    """Some bytes changed, lost, doubled or cut off; never the same message."""
+    """The message with some bytes changed, lost, inserted or replaced; never the same message."""
     bent = bytearray(message)
     for _ in range(chance.randint(1, 3)):
         at = chance.randrange(len(bent) + 1)
@@ -156,7 +156,7 @@ def mutated(message: bytes, chance: random.Random) -> bytes:
 
 
 def run_mutants(num_mutants: int, seed: int) -> int:
-    """One of the three messages is bent; returns how many handshakes passed all the same."""
+    """Alter one of the three messages of each handshake; returns how many still passed."""
     chance, num_passed = random.Random(seed), 0
     for _ in range(num_mutants):
         ours, theirs = dialer(), listener()

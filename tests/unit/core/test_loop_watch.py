@@ -1,5 +1,5 @@
 """When a child's event loop is considered hung, with simulated observations; the wrapping of a
-loop, and what it keeps running.
+loop, and the parts that it keeps running.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ event_loop.run(main)
 
 
 class Child:
-    """Its counter, and what it does before each of its parent's looks: count, or stand still."""
+    """A child's counter, which is incremented or not before each check of its parent."""
 
     def __init__(self, watch: LoopWatch) -> None:
         self._fd = watch.fd
@@ -46,7 +46,7 @@ class Child:
 
 
 async def looks_until_hung(watch: LoopWatch, before: Callable[[int], None]) -> int:
-    """How many looks it took; 1000 are no end."""
+    """The number of checks until the loop counts as hung; 1000 are an error."""
     num_looks = 0
 
     async def sleep(seconds: float) -> None:
@@ -145,7 +145,7 @@ def test_a_process_without_standard_streams_has_children(closed: str) -> None:
 
 
 class Part:
-    """Raises these in turn, and then waits."""
+    """Raises `errors` one after the other, and then waits."""
 
     def __init__(self, *errors: Exception) -> None:
         self._errors = [*errors]
@@ -155,7 +155,7 @@ class Part:
         self.breaks.set()
         if self._errors:
             error = self._errors.pop(0)
-            if error.args == ("elsewhere",):  # another place
+            if error.args == ("elsewhere",):  # another line of code
                 raise error
             raise error
         self.waits.set()
@@ -187,7 +187,8 @@ async def test_a_part_that_breaks_begins_again_and_each_kind_is_logged_once(
 async def test_of_a_group_of_errors_the_first_says_the_kind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A TaskGroup raises all that its tasks do at one place, as one kind."""
+    """A group of errors counts as its first error's kind: a TaskGroup raises all its tasks' errors
+    at one place, as one kind."""
     kinds = (KeyError, KeyError, ValueError)
     part = Part(*(ExceptionGroup("", [ExceptionGroup("", [kind()])]) for kind in kinds))
     running = asyncio.create_task(loop_watch.keep_running("the part", part.run))

@@ -1,4 +1,4 @@
-"""Folders for sockets: leftovers of killed processes are removed, those of others are not."""
+"""Folders for sockets: leftovers of killed processes are removed, those of live ones are not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.fixture(autouse=True)
 def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Not pytest's: its names are too long for sockets."""
+    """A short path, as pytest's are too long for sockets."""
     with tempfile.TemporaryDirectory(prefix="b-") as folder:
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
         yield Path(folder)
@@ -59,7 +59,7 @@ def test_a_folder_that_was_removed_is_made_again_and_is_nobody_else_s(root: Path
         one.path.rmdir()
         one.path.mkdir(mode=0o700)
         with pytest.raises(FileExistsError):
-            one.restore()  # whoever made that may look into it
+            one.restore()  # its owner might read the sockets
     assert names(root) == set()
 
 

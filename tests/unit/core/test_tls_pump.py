@@ -1,6 +1,4 @@
-"""TLS on a thread of its own: all bytes arrive, ends are detected, nothing blocks and nothing
-spins.
-"""
+"""TLS on its own thread: all bytes arrive, ends are detected, nothing blocks and nothing spins."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def tls_of(certs: Path, role: str) -> EngineTls:
 
 @dataclass
 class Ends:
-    """`plain` is a pump's owner's end, `secured` the TLS at the other host."""
+    """`plain` is the socket of the pump's owner, `secured` the TLS socket of the other host."""
 
     plain: socket.socket
     secured: ssl.SSLSocket
@@ -84,7 +82,7 @@ def test_all_bytes_pass_both_ways_at_once(ends: Ends, seed: int) -> None:
     got: dict[str, bytes] = {}
 
     def far_end() -> None:
-        """One thread at a time may use a TLS object: it writes what it can, and reads."""
+        """Read and write in one thread, as only one at a time may use a TLS object."""
         far = ends.secured
         far.setblocking(False)
         received, view = bytearray(), memoryview(back)
@@ -114,7 +112,7 @@ def test_the_far_end_s_end_comes_behind_what_it_said(ends: Ends, how: str) -> No
     ends.secured.sendall(b"last words")
     if how == "goodbye":
         ends.secured.setblocking(False)
-        with pytest.raises(ssl.SSLError):  # its goodbye is not waited for
+        with pytest.raises(ssl.SSLError):  # the reply is not waited for
             ends.secured.unwrap()
     if how == "reset":
         assert ends.plain.recv(100) == b"last words"
@@ -127,7 +125,8 @@ def test_the_far_end_s_end_comes_behind_what_it_said(ends: Ends, how: str) -> No
 
 @pytest.mark.parametrize("has_unread", [False, True])
 def test_the_owner_s_end_comes_behind_what_it_said(ends: Ends, has_unread: bool) -> None:
-    """Also where it has not read all that came: a refusal is said to who goes on talking."""
+    """The owner's close is sent after all its data, even if it has not read all input: a refusal
+    reaches a peer that is still sending."""
     if has_unread:
         ends.secured.sendall(b"unread")
         assert select.select([ends.plain], [], [], 10.0)[0]
@@ -142,14 +141,14 @@ def test_who_talks_to_an_owner_that_is_gone_still_hears_why(ends: Ends) -> None:
     ends.plain.sendall(b"because " * 100)
     ends.plain.close()
     heard = b""
-    with suppress(ConnectionError):  # behind it
+    with suppress(ConnectionError):  # after the data
         while part := ends.secured.recv(1000):
             heard += part
     assert heard == b"because " * 100
 
 
 def fill(end: socket.socket) -> int:
-    """Write until nothing has been taken for a while; returns how much was."""
+    """Write until nothing was accepted for a while; returns the number of bytes."""
     end.setblocking(False)
     num_sent, until_s = 0, time.monotonic() + 0.3
     while time.monotonic() < until_s:
@@ -163,7 +162,7 @@ def fill(end: socket.socket) -> int:
 
 
 def held_by_the_pump() -> tuple[int, int]:
-    """How many bytes, to its owner and to the far end."""
+    """The numbers of bytes held for the pump's owner and for the far end."""
     (thread,) = engine_tls._running
     pump = thread._target.__self__  # type: ignore[attr-defined]
     return len(pump._to_plain), len(pump._to_secured)
@@ -173,7 +172,8 @@ MOST_HELD = engine_tls._MAX_HELD_BYTES + engine_tls._CHUNK_BYTES
 
 
 def test_a_reader_that_stops_bounds_what_is_held(ends: Ends) -> None:
-    """Nobody reads at the far end: the owner's socket is full at last, and the owner sees it."""
+    """If the far end does not read, the pump holds a bounded number of bytes; the owner's socket is
+    then full, and the owner does not wait."""
     num_sent = fill(ends.plain)
     started_s = time.monotonic()
     with pytest.raises(BlockingIOError):
@@ -190,7 +190,7 @@ def test_an_owner_that_stops_reading_bounds_what_is_held_and_may_leave(ends: End
 
 
 class CountedPoll:
-    """Counts how often something was waited for."""
+    """Counts the waits."""
 
     num_waits = 0
 
@@ -205,7 +205,7 @@ class CountedPoll:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[CountedPoll]:
-    """Before `ends`, whose pump must use it."""
+    """Requested before `ends`, whose pump must use it."""
     CountedPoll.num_waits = 0
 
     class Select:

@@ -12,7 +12,7 @@ from baton.core.token_bucket import TokenBucket
 
 
 def num_begun(bucket: TokenBucket, num_wanted: int, now_s: float) -> int:
-    """How many of so many that would begin now do."""
+    """The number of requests, out of `num_wanted`, that may begin now."""
     begun = 0
     for _ in range(num_wanted):
         if bucket.wait_s(1, now_s) == 0.0:
@@ -37,7 +37,8 @@ def test_rest_brings_no_more_than_a_burst() -> None:
 def test_no_minute_has_more_than_twice_the_limit_and_waiting_always_helps(
     per_minute: int, asks: Sequence[tuple[float, int]]
 ) -> None:
-    """A full bucket and what flows in bound any window; the wait that is told is enough."""
+    """A full bucket and its refill bound any minute, and waiting for the reported time
+    is enough."""
     bucket, now_s = TokenBucket(per_minute, 60, 0.0), 0.0
     spent: list[tuple[float, int]] = []
     for gap_s, cost in asks:
@@ -58,5 +59,5 @@ def test_more_than_a_minute_holds_is_due_when_the_bucket_is_full_and_leaves_debt
     assert bucket.wait_s(600, 0.0) == 0
     bucket.spend(600, 0.0)
     assert bucket.wait_s(1, 0.0) == pytest.approx(541.0)
-    bucket.spend(-540, 0.0)  # it used 60
+    bucket.spend(-540, 0.0)  # 60 were used
     assert bucket.wait_s(1, 0.0) == pytest.approx(1.0)

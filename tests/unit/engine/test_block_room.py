@@ -36,7 +36,7 @@ def room(pool: BlockPool) -> BlockRoom:
 
 
 def test_room_is_what_the_peak_of_all_leaves(room: BlockRoom, pool: BlockPool) -> None:
-    one = new_sequence(8, 9)  # 16 slots at its end
+    one = new_sequence(8, 9)  # 16 slots at its peak
     one.block_ids = [2, 3]
     other = new_sequence(8, 1)
     other.block_ids = [2, 3]
@@ -55,6 +55,6 @@ def test_room_for_forks_is_what_they_do_not_share(room: BlockRoom) -> None:
     request = Request("a", 0, (1,) * 10, SamplingParams(max_tokens=9), fork_ids=("b", "c"))
     alone, all_three = Request("a", 0, (1,) * 10, SamplingParams(max_tokens=9)), request
     assert room.beside([], [alone]) == 100 - 5  # 10 + 8 tokens
-    assert room.beside([], [all_three]) == 100 - 5 - 2 * 3  # without 2 full blocks each
+    assert room.beside([], [all_three]) == 100 - 5 - 2 * 3  # 2 full blocks are shared
     waiting = Sequence(request, 0, False, root_hash("m"))
     assert room.beside([waiting], []) == 100 - 5 - 2 * 3

@@ -1,5 +1,6 @@
-"""All features at once: for any combination in engine and requests, each request gets the tokens
-and log-probabilities that it gets alone on a plain engine with its adapter merged into the weights.
+"""All features at once: for any combination of features in engine and requests, each request gets
+the tokens and log-probabilities that it gets alone on a plain engine with its adapter merged into
+the weights.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from baton.engine.scheduling.outputs import FinishedBeam, TokenOutput
 from baton.engine.speculation.proposers import make_proposer
 
 BLOCK_SIZE, MAX_LEN, NUM_DISK_SLOTS = 8, 120, 60
-ROUNDING = 1e-3  # merged weights, and products of other sizes
+ROUNDING = 1e-3  # from merging the weights and from other GEMM shapes
 SPECIAL = ["<pad>", "<s>", "</s>"]
 
 
 @dataclass
 class World:
-    """By how they speculate two runners, and for each adapter that of the merged model. `files`: of
-    adapters, as they are read."""
+    """Two runners for each kind of speculation, and one plain runner with merged weights for each
+    adapter. `files` are the adapters as read from disk."""
 
     runners: dict[str, list[ModelRunner]]
     plain: dict[str, ModelRunner]
@@ -98,7 +99,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One that has a letter for each token of so small a vocabulary."""
+    """Write a tokenizer with one letter for each token of this small vocabulary."""
     vocabulary = {each: index for index, each in enumerate([*SPECIAL, *LETTERS])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -160,7 +161,7 @@ def drawn_engine(world: World, runner: ModelRunner, draw: random.Random) -> Engi
 
 
 def alone(world: World, request: Request) -> Outcome:
-    """Each sample of it, one after the other; a search whole."""
+    """The request's samples, run one after the other; a beam search runs as a whole."""
     outcome, samples = Outcome(), [request]
     runner = world.plain["" if request.adapter is None else request.adapter.name]
     if not request.sampling.use_beam_search:
@@ -182,7 +183,7 @@ def compare(
         return
     error = found.errors.get(name)
     if is_search and error is not None and error.startswith(PromptTooLarge.__name__):
-        return  # its pool has no room for all beams
+        return  # this pool is too small for all beams
     assert error == wanted.errors.get(name)
     assert_same_tokens(tokens, others)
     assert_same_beam(found.beams.get(name), wanted.beams.get(name))

@@ -1,4 +1,6 @@
-"""Constrained outputs through the engine: they match, and are the same for any schedule."""
+"""Constrained outputs through the engine: they match the constraint, and are the same for any
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
 REGEX = Constraint(ConstraintKind.REGEX, "[0-9]{3}-[a-f]{2,9}")
 CHOICE = Constraint.choice(["yes", "no", "perhaps"])
 GRAMMAR = Constraint(ConstraintKind.GRAMMAR, 'start: "(" start ")" | /[a-z]{1,3}/')
-AMBIGUOUS = Constraint(  # which a matcher follows for a few tokens
+AMBIGUOUS = Constraint(  # a matcher can follow this grammar for a few tokens only
     ConstraintKind.GRAMMAR,
     "start: a0\n"
     + "\n".join(f'a{i}: "x" | "y" | a{i} a{(i + 1) % 12} | a{i} a{i} a{i}' for i in range(12)),
@@ -74,7 +76,7 @@ def ask(
 
 @dataclasses.dataclass
 class Demo:
-    """The bundled model, twice: a source and a puller."""
+    """The bundled model on two engines, a source and a puller."""
 
     source: LocalEngine
     puller: LocalEngine
@@ -111,7 +113,7 @@ def test_a_trained_models_json_matches_its_schema(demo: Demo, temperature: float
 
 
 def everything(demo: Demo) -> list[Request]:
-    """One of each kind and one without, with all that sampling knows."""
+    """One request of each kind of constraint and one without, with all sampling parameters set."""
     params: dict[str, Any] = {
         "temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.001, "repetition_penalty": 1.1,
         "presence_penalty": 0.2, "frequency_penalty": 0.1, "logit_bias": ((300, 2.0),),
@@ -137,7 +139,8 @@ def test_alone_in_a_batch_and_handed_over_the_tokens_are_the_same(demo: Demo) ->
 
 
 def handed_over(demo: Demo, request: Request) -> list[int]:
-    """Prefilled by one engine and continued by the other, over nothing but blocks and a token."""
+    """The tokens of a request prefilled on one engine and decoded on the other, with only KV blocks
+    and the first token handed over."""
     source, puller = demo.source, demo.puller
     source.engine.add(request, hold=True)
     tokens: list[int] = []
@@ -157,7 +160,7 @@ def handed_over(demo: Demo, request: Request) -> list[int]:
 
 
 def test_a_retry_goes_on_where_the_last_attempt_was_lost(demo: Demo) -> None:
-    """All in one batch, which changes no token: the test before this one."""
+    """A retry after any number of tokens continues with the same ones; all run in one batch."""
     requests = everything(demo)
     wholes = demo.run(*requests)
     streamed = [
@@ -188,12 +191,12 @@ def test_samples_of_one_prompt_each_keep_to_it(demo: Demo) -> None:
         assert demo.run(alone) == [found[fork.key]]
 
 
-# --- any model: what matches cannot depend on what it likes --------------------------------------
+# --- a random model: matching must not depend on what the model prefers --------------------------
 
 
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> LocalEngine:
-    """Random weights, a token a byte."""
+    """A model of random weights with a byte-level tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoint")
     write_checkpoint(folder, seed=4, vocab_size=259)
     write_byte_tokenizer(folder)
@@ -249,11 +252,11 @@ def test_whatever_the_schema_the_output_matches(
     tokenizer = Tokenizer.from_file(str(random_model.model_dir / "tokenizer.json"))
     for request, schema in zip(requests, found, strict=True):
         tokens = outputs[request.key]
-        if len(tokens) < 250:  # else a string or a blank too many: it ended by its length
+        if len(tokens) < 250:  # longer outputs ended at max_tokens, within a string or whitespace
             jsonschema.validate(json.loads(tokenizer.decode(tokens)), schema)
 
 
-# --- every way in which steps can be put together -------------------------------------------------
+# --- all ways to compose steps --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +267,7 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
 
 @dataclasses.dataclass
 class Outcome:
-    """What an engine said of its requests, by key."""
+    """The outputs of an engine by request key."""
 
     tokens: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     reasons: dict[str, FinishReason | None] = dataclasses.field(default_factory=dict)
@@ -312,7 +315,7 @@ def run(
 
 
 def mixture(seed: int, count: int) -> list[Request]:
-    """Requests with all kinds of constraints and without, some with further samples."""
+    """Requests with all kinds of constraints and without one, some with further samples."""
     rng = random.Random(seed)
     constraints = [None, REGEX, CHOICE, GRAMMAR, of_schema(PERSON)]
     requests = []
@@ -347,12 +350,12 @@ def test_overlap_chunks_and_preemption_change_no_token(
 
 
 def test_small_pools_do_preempt(grammars: Grammars) -> None:
-    """Or the test before this one would say less than it seems to."""
+    """The small pools of the previous test do cause preemptions."""
     assert any(run(grammars, mixture(s, 6), num_blocks=40).num_preemptions for s in range(5))
 
 
 def test_others_keep_the_device_busy(grammars: Grammars) -> None:
-    """A constrained sequence sits every second step out while others run ahead; they do not."""
+    """While unconstrained sequences run ahead, a constrained one is in every second step."""
     free = ask([1, 2], None, 1, max_tokens=40)
     long = Constraint(ConstraintKind.REGEX, "[a-z]{100}")
     bound = ask([3, 4], long, 2, max_tokens=20)
@@ -372,7 +375,8 @@ def test_it_ends_where_the_grammar_does_and_by_length_inside_it(grammars: Gramma
 
 
 def test_min_tokens_waits_where_the_grammar_lets_it(grammars: Grammars) -> None:
-    """EOS is put off as long as anything else may come; a grammar that is over is over."""
+    """EOS is masked until `min_tokens` while the grammar allows other tokens; a completed grammar
+    ends the output earlier."""
     for number in range(8):
         request = ask([number], REGEX, number, seed=number, min_tokens=10, max_tokens=60)
         tokens = run(grammars, [request]).tokens[request.key]
@@ -383,7 +387,8 @@ def test_min_tokens_waits_where_the_grammar_lets_it(grammars: Grammars) -> None:
 
 
 def test_allowed_tokens_within_a_form(grammars: Grammars) -> None:
-    """Both hold, with drafts too; where they leave nothing the request fails, and no other."""
+    """Grammar and `allowed_token_ids` both hold, with drafts too; where no token satisfies both,
+    only that request fails."""
     few = (*b"0137-abf", EOS_ID)
     request = ask([1], REGEX, 1, allowed_token_ids=few, max_tokens=60)
     alone = run(grammars, [request])
@@ -409,7 +414,7 @@ def test_a_stop_id_ends_it_early(grammars: Grammars) -> None:
 
 
 def test_what_cannot_go_on_fails_alone(grammars: Grammars) -> None:
-    """Tokens of an earlier attempt that the grammar does not know: a broken gateway's."""
+    """A request fails alone if the grammar rejects its earlier attempt's tokens."""
     lost = dataclasses.replace(ask([1, 2, 3], REGEX, 1), output_token_ids=(ord("x"),))
     lost = dataclasses.replace(lost, fork_ids=("e" * 32,))
     others = mixture(3, 3)
@@ -423,7 +428,8 @@ def test_what_cannot_go_on_fails_alone(grammars: Grammars) -> None:
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_drafts_behind_which_a_grammar_gives_up(grammars: Grammars, runs_ahead: bool) -> None:
-    """Its request fails where it would without them, and no other does."""
+    """A request whose grammar the matcher gives up on fails at the same token with and without
+    drafts, and no other request fails."""
     requests = [ask([1], AMBIGUOUS, 1, min_tokens=60), ask([1, 2], None, 2)]
     plain = run(grammars, requests)
     (error,) = plain.errors.values()

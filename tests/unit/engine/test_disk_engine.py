@@ -1,5 +1,5 @@
-"""The engine with a disk behind its host memory: whatever is written, read, damaged or late, the
-tokens are the oracle's, and a prompt is read only if that takes less time than computing it.
+"""The engine with a disk tier behind its host memory: whatever is written, read, damaged or late,
+the tokens are the oracle's, and a prompt is read only if that takes less time than computing it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ EIGHT_B_TOKEN_BYTES = 131_072  # 32 layers, 8 heads of 128, bfloat16
 
 @pytest.fixture
 def reading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the clock says."""
+    """Every read or copy is estimated to pay, whatever its measured cost."""
     monkeypatch.setattr(CopyCost, "pays", lambda self, num_bytes, *others: num_bytes > 0)
 
 
 def on_disk(**options: object) -> Rig:
-    """LONG is on disk, and neither on the device nor in host memory."""
+    """A rig with the blocks of LONG on disk, and neither on the device nor in host memory."""
     rig = Rig(num_host=24, num_disk=100, **options)  # type: ignore[arg-type]
     rig.serve([*LONG, 3])
     for n in range(20, 28):
@@ -53,7 +53,7 @@ def test_what_left_host_memory_comes_back() -> None:
 def test_behind_device_and_host_memory_the_disk_goes_on() -> None:
     rig = on_disk()
     hashes = rig.hashes(LONG)
-    rig.serve([*LONG[:8], 1])  # two blocks are read to host memory
+    rig.serve([*LONG[:8], 1])  # two blocks are read back to host memory
     fill(rig)
     assert len(rig.engine._host._blocks.match(hashes)) == 2
     assert rig.serve([*LONG, 9]) == 24
@@ -63,7 +63,8 @@ def test_behind_device_and_host_memory_the_disk_goes_on() -> None:
 
 @pytest.mark.usefixtures("reading_pays")
 def test_what_is_computed_while_it_is_read_is_not_there_twice() -> None:
-    """By one who wants the log-probabilities of the prompt: it takes nothing from a cache."""
+    """Blocks computed by another request while they are read from disk are not stored twice. That
+    request wants prompt log-probabilities, so it bypasses the prefix cache."""
     rig = on_disk(capacity=20)
     rig.disk.draw = lambda: 0
     reader = rig.add([*LONG, 9])
@@ -169,16 +170,17 @@ def test_tokens_are_the_same_whatever_fails(reading_pays: None) -> None:
     assert totals["disk_hits"] > 20 and totals["disk_failures"] > 50, totals
 
 
-# -- the rule -------------------------------------------------------------------------------------
+# -- the cost rule --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("gbytes_per_s", "num_read"), [(7.0, 6), (4.0, 0)])
 def test_a_prompt_is_read_where_that_takes_less(gbytes_per_s: float, num_read: int) -> None:
-    """By the rate that was measured: at 24.7 us a token, an 8B model's on one GPU, a disk of 5.3
-    GB/s is as fast. Blocks here are small: the rates are those of as many tokens."""
+    """A prompt is read if the measured disk rate beats prefill: at 24.7 us a token (an 8B model on
+    one GPU) both take the same time at 5.3 GB/s. Rates are scaled to the small blocks of this test.
+    """
     rig = on_disk()
     token_bytes = rig.disk.block_bytes / 4
-    scale = token_bytes / EIGHT_B_TOKEN_BYTES / 10_000  # and all takes longer: not to see latency
+    scale = token_bytes / EIGHT_B_TOKEN_BYTES / 10_000  # slowed, so that latency is negligible
     disk, host = rig.engine._host.disk, rig.engine._host
     disk.cost = CopyCost()
     disk.cost.observe(10**9, 10**9 / (gbytes_per_s * 1e9 * scale))

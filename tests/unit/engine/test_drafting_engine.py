@@ -28,11 +28,11 @@ from baton.engine.speculation.draft_model import DraftModelProposer
 
 BLOCK_SIZE, VOCAB_SIZE, EOS = 4, 50, 7
 MAX_MODEL_LEN = 120
-NUM_REQUESTS = number(24, 64)  # that are handed over
+NUM_REQUESTS = number(24, 64)  # requests that are handed over
 
 
 class Optimist(OutputLengthEstimator):
-    """Memory runs out, and preemption must repair it."""
+    """Estimates outputs as one token, so that memory runs out and sequences are preempted."""
 
     def estimate(self, num_generated: int, max_tokens: int) -> int:
         return 1
@@ -68,7 +68,7 @@ def make_engine(
 
 
 class Scene:
-    """Requests, and what engines have output of them."""
+    """Requests, and the tokens that engines have output for them."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -121,7 +121,7 @@ class Scene:
 
 
 def mixed_run(seed: int, *, runs_ahead: bool, has_cache: bool) -> Engine:
-    """Requests that come and go while others run, some aborted while drafts are in flight."""
+    """Run requests that arrive while others run, some of them aborted with drafts in flight."""
     scene = Scene(seed)
     draw = scene.random
     engine = make_engine(
@@ -165,7 +165,7 @@ def test_outputs_are_those_without_speculation(runs_ahead: bool, has_cache: bool
 
 
 def hand_over(scene: Scene, source: Engine, puller: Engine, request: Request) -> None:
-    """The whole blocks go, the draft model's part with them."""
+    """Hand a request over by its full blocks, including the draft model's part of each."""
     puller.reserve(request)
     reservation = puller.next_reservation()
     assert reservation is not None
@@ -182,7 +182,7 @@ def hand_over(scene: Scene, source: Engine, puller: Engine, request: Request) ->
 def played(
     *, runs_ahead: bool, handed_over: bool, rate: float, num_requests: int
 ) -> tuple[int, int, int]:
-    """Drafts, accepted ones, and steps that decode, of seeded requests, some at once."""
+    """The numbers of draft tokens, accepted draft tokens and decode steps of seeded requests."""
     scene = Scene(5)
     source, puller = (
         make_engine(400, runs_ahead=runs_ahead, rate=rate, max_num_seqs=8) for _ in range(2)
@@ -237,8 +237,8 @@ def copy_prefix(source: Engine, puller: Engine, request: Request) -> None:
 
 @pytest.mark.parametrize("is_first_drafted", [False, True])
 def test_a_chats_turn_goes_on_elsewhere(is_first_drafted: bool) -> None:
-    """Its prefix comes from the engine that decoded it, what is behind is computed, and a third one
-    decodes: all drafts are right, though the first turn may have had none."""
+    """The next turn of a chat fetches its prefix from the engine that decoded it, computes the rest
+    and is decoded on a third engine: all drafts are right, even if the first turn had none."""
     scene = Scene(3)
     first, second, third = (
         make_engine(200, runs_ahead=False, rate=1.0, has_cache=True) for _ in range(3)
@@ -265,7 +265,7 @@ def test_a_chats_turn_goes_on_elsewhere(is_first_drafted: bool) -> None:
 
 def test_what_was_made_up_for_is_there_for_the_next_turn() -> None:
     engine, scene = make_engine(200, runs_ahead=False, rate=1.0, has_cache=True), Scene(4)
-    longest: list[int] = []  # of what the draft model computes at once, by turn
+    longest: list[int] = []  # the draft model's largest batch of tokens, by turn
 
     def watch(batch: Sequence[SequenceSlice]) -> None:
         longest[-1] = max(longest[-1], *(len(one.token_ids) for one in batch))
@@ -305,7 +305,8 @@ def test_a_perfect_draft_model_takes_few_steps(runs_ahead: bool) -> None:
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_an_engine_that_ends_with_drafts_in_flight_leaves_nothing(runs_ahead: bool) -> None:
-    """Whoever takes its requests over, with the tokens that were output, goes on with the same."""
+    """An engine that ends with drafts in flight leaves nothing behind; another engine continues its
+    requests from the tokens that were output."""
     scene = Scene(2)
     engine, other = (make_engine(200, runs_ahead=runs_ahead, rate=0.8) for _ in range(2))
     for _ in range(6):

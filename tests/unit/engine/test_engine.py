@@ -1,4 +1,4 @@
-"""The whole control half over the fake runner: in all cases the tokens are the oracle's."""
+"""The whole engine control plane over a fake runner: in all cases the tokens are the oracle's."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ FINGERPRINT = "fake"
 
 
 class Optimist(OutputLengthEstimator):
-    """Expects every request to end at once: so memory runs out, and preemption must repair it."""
+    """Estimates that requests end at once, so that memory runs out and sequences are preempted."""
 
     def estimate(self, num_generated: int, max_tokens: int) -> int:
         return 1
 
 
 def new_engine(capacity: int = 60, *, optimistic: bool = False, **options: object) -> Engine:
-    """An engine of `capacity` blocks of 4 tokens over a fake runner; options are EngineLimits'."""
+    """An engine of `capacity` blocks of 4 tokens over a fake runner, with options of
+    EngineLimits."""
     num_blocks = capacity + NUM_RESERVED_BLOCKS
     is_caching = bool(options.pop("enable_prefix_caching", True))
     runs_ahead = bool(options.pop("runs_ahead", False))
@@ -85,7 +86,7 @@ def new_request(name: str, prompt: Sequence[int], **sampling: object) -> Request
 
 
 def expected_outputs(request: Request, max_model_len: int = 200) -> tuple[list[int], FinishReason]:
-    """All output tokens of a request by definition: the oracle's, up to what ends them."""
+    """All output tokens of a request by definition: the oracle's, up to the first end condition."""
     params = request.sampling
     room = min(params.max_tokens, max_model_len - len(request.prompt_token_ids))
     tokens = expected_tokens(request.prompt_token_ids, room, params=params, vocab_size=VOCAB_SIZE)
@@ -97,7 +98,7 @@ def expected_outputs(request: Request, max_model_len: int = 200) -> tuple[list[i
 
 
 class Recorder:
-    """Collects what engines output, and checks that every index comes once and in order."""
+    """Collects what engines output, and checks that each token index comes once and in order."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = defaultdict(list)
@@ -132,7 +133,7 @@ def assert_idle(engine: Engine) -> None:
 
 
 def copy_blocks(source: Engine, key: str, puller: Engine, reservation: Reservation) -> None:
-    """The hand-off in small: every block of the known tokens that the puller has not cached."""
+    """A minimal hand-off: copies each block of known tokens that the puller has not cached."""
     missing = slice(reservation.num_cached_blocks, reservation.num_known_blocks)
     refs = source.block_refs(key, missing.start, missing.stop)
     for theirs, ours in zip(refs.block_ids, reservation.block_ids[missing], strict=True):
@@ -153,7 +154,7 @@ def test_asking_for_a_prompts_logprobs_changes_no_token(runs_ahead: bool) -> Non
     assert run(engine).tokens[request.key] == expected_outputs(request)[0]
 
 
-# -- all requests, all orders ---------------------------------------------------------------------
+# -- all requests in all orders -------------------------------------------------------------------
 
 
 prompts = st.one_of(
@@ -172,9 +173,11 @@ samplings = st.fixed_dictionaries(
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """A source engine and a puller, both also serving by themselves, and everything at any time.
+    """A source engine and a puller, both also serving requests of their own, with all actions in
+    any order.
 
-    Hand-offs: `offered` are held requests that are computed, `reserved` those with a reservation.
+    Hand-offs: `offered` are held requests whose prompt is computed, `reserved` those with a
+    reservation.
     """
 
     @initialize(
@@ -212,7 +215,7 @@ class EngineMachine(RuleBasedStateMachine):
             for _ in range(2)
         ]
         self.recorder = Recorder()
-        self.started: dict[int, list[str]] = defaultdict(list)  # by engine
+        self.started: dict[int, list[str]] = defaultdict(list)  # request keys by engine
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.offered: list[str] = []
@@ -274,7 +277,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.offered)
     @rule()
     def reserve(self) -> None:
-        """Let one that was offered wait for blocks, and the next one that does have its own."""
+        """Queue one offered request for blocks, and take the next reservation with its blocks."""
         if key := next((key for key in self.offered if key not in self.puller.by_key), None):
             self.puller.reserve(self.requests[key])
         reservation = self.puller.next_reservation()
@@ -320,7 +323,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert 0 <= load.room_blocks <= engine.limits.capacity
 
     def teardown(self) -> None:
-        """Everything that was begun ends, with nothing but steps and hand-offs."""
+        """All requests end by steps and hand-offs alone."""
         if not hasattr(self, "engines"):
             return
         while self.drain():
@@ -338,7 +341,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert_idle(engine)
 
     def drain(self) -> bool:
-        """One round; whether anything moved. A stalled engine must not claim to have work."""
+        """Run one round; returns whether there was progress. A stalled engine reports no work."""
         has_moved = False
         for engine in self.engines:
             if engine.has_work:
@@ -384,7 +387,7 @@ def test_what_comes_during_the_last_step_is_launched_behind_it() -> None:
 
     output = engine.step(meanwhile)
     assert [token.key for token in output.tokens] == ["a/0"]
-    assert [*output.started] == ["b/0"]  # on the device already
+    assert [*output.started] == ["b/0"]  # already launched on the device
     assert [token.key for token in engine.step().tokens] == ["b/0"]
 
 
@@ -413,7 +416,7 @@ def test_a_good_estimate_needs_no_preemption() -> None:
 
 
 def test_history_lets_more_requests_in() -> None:
-    """Both may take all memory; the second waits until outputs have been seen to be short."""
+    """Both requests may take all memory; the second waits until past outputs were short."""
     prompt = next([p] for p in range(1000) if first_tokens([p], 3)[2] == EOS)
     for num_seen, num_running in [(0, 1), (1, 2)]:
         engine = new_engine(12)
@@ -427,7 +430,7 @@ def test_history_lets_more_requests_in() -> None:
 
 
 def test_a_block_is_cached_only_when_its_last_slot_is_written() -> None:
-    """The first token would fill the fourth block, but its KV was never computed."""
+    """The first token would fill the fourth block, but its KV is not yet computed."""
     engine = new_engine(max_num_batched_tokens=64)
     engine.add(new_request("a", [1] * 15), hold=True)
     token_id = engine.step().tokens[0].token_id
@@ -438,7 +441,7 @@ def test_a_block_is_cached_only_when_its_last_slot_is_written() -> None:
     assert_idle(engine)
 
 
-# -- ends -----------------------------------------------------------------------------------------
+# -- ends of requests -----------------------------------------------------------------------------
 
 
 def first_tokens(prompt: list[int], n: int) -> list[int]:
@@ -602,7 +605,7 @@ def test_block_refs_name_blocks_generations_and_hashes() -> None:
         assert len(refs) == 4
         assert refs.hashes == b"".join(hashes[:num_full])
         assert refs.generations.tolist() == [1] * 4
-    # The first token would fill the last block, but its KV is not there.
+    # The first token would fill the last block, but its KV is not computed.
     assert engine.block_refs("r/0", 3, 4).hashes == b""
     for index, block_id in enumerate(refs.block_ids[:3].tolist()):
         start = index * BLOCK_SIZE
@@ -621,7 +624,7 @@ def test_a_held_request_that_ends_with_its_first_token_holds_nothing() -> None:
 
 @pytest.fixture
 def handed_over() -> Iterator[tuple[Engine, Engine, Request, int]]:
-    """A source with a computed request of 14 tokens, an idle puller, the first token."""
+    """A source with a computed request of 14 tokens, an idle puller, request and first token."""
     source, puller = new_engine(), new_engine()
     request = new_request("r", range(14), max_tokens=9)
     source.add(request, hold=True)
@@ -637,7 +640,7 @@ Handed = tuple[Engine, Engine, Request, int]
 
 def test_the_puller_goes_on_as_if_it_had_computed_the_prompt(handed_over: Handed) -> None:
     source, puller, request, token_id = handed_over
-    for num_cached in (0, 3):  # the second time the puller has all full blocks
+    for num_cached in (0, 3):  # the second time, the puller has all full blocks cached
         puller.reserve(request)
         reservation = puller.next_reservation()
         assert reservation is not None
@@ -740,7 +743,7 @@ def test_a_closed_fence_is_work_for_who_waits_for_its_blocks() -> None:
     assert_idle(engine)
 
 
-# -- looking in -----------------------------------------------------------------------------------
+# -- inspection -----------------------------------------------------------------------------------
 
 
 def test_load_and_ledger() -> None:

@@ -41,7 +41,8 @@ class PlayedDevice(TimedDevice):
 
 
 class Played:
-    """Bulk prompts are there at once, light ones come on their own; held KV is fetched at once."""
+    """An engine on a simulated device: bulk prompts are queued at the start, light ones arrive over
+    time; held KV is fetched at once."""
 
     def __init__(self, *, runs_ahead: bool, chunk: int) -> None:
         self.device = PlayedDevice(runs_ahead)
@@ -59,7 +60,8 @@ class Played:
         self.engine.add(replace(request, caller_id=caller_id), hold=True)
 
     def run(self, coming: list[tuple[float, int]], num_bulk_left: int) -> None:
-        """Until so few bulk prompts are left; `coming`: when, and of how many tokens."""
+        """Run until few bulk prompts are left; `coming` has arrival times and lengths of light
+        ones."""
         num_bulk = self.engine.stats.load().num_waiting
         coming.reverse()
 
@@ -96,7 +98,7 @@ def light_prompts(played: Played, rate: float, seconds: float) -> list[tuple[flo
     return coming
 
 
-LOADS = [(0, 2000), (0, 9000), (8192, 9000), (8192, 20_000)]  # chunks, longest prompts
+LOADS = [(0, 2000), (0, 9000), (8192, 9000), (8192, 20_000)]  # (prefill chunk, longest prompt)
 
 
 @pytest.mark.parametrize(("load", "runs_ahead"), half(LOADS, [False, True]))
@@ -123,7 +125,7 @@ def test_a_light_caller_waits_for_little_more_than_the_step_in_flight(
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_the_light_caller_costs_the_others_little(*, runs_ahead: bool) -> None:
-    """Beside bulk callers alone, with the tokens of the light one on top."""
+    """A light caller makes bulk callers at most 10 % slower than they are alone."""
     took_s: list[float] = []
     for is_alone in (True, False):
         played = Played(runs_ahead=runs_ahead, chunk=8192)
@@ -137,7 +139,8 @@ def test_the_light_caller_costs_the_others_little(*, runs_ahead: bool) -> None:
 
 
 def test_a_step_is_launched_before_the_one_in_front_of_it_ends() -> None:
-    """Though it waits for who may come: the device goes from one to the next without a pause."""
+    """The next step is launched before the running one ends, though the engine waits for late
+    arrivals: the device has no idle gap."""
     played = Played(runs_ahead=True, chunk=8192)
     for index in range(20):
         for caller_id in BULK:
@@ -147,7 +150,7 @@ def test_a_step_is_launched_before_the_one_in_front_of_it_ends() -> None:
 
 
 def test_a_prompt_that_comes_beside_decodes_is_in_the_next_step() -> None:
-    """It comes in the midst of a step; the device goes from one to the next without a pause."""
+    """A prompt that arrives during a decode step is in the next step, without an idle gap."""
     played = Played(runs_ahead=True, chunk=8192)
     engine, device = played.engine, played.device
     endless = SamplingParams(max_tokens=1000, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Steps that are measured before the first request, on runners with known step times."""
+"""Steps measured before the first request, on runners with known step times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINEAR_S = linear_cost(0.004, 20e-6).seconds
 
 
 class TimedRunner(FakeRunner):
-    """Its steps take what `seconds` says, on a clock that they move; it keeps what they were."""
+    """Its steps take `seconds`, on a clock that they advance; it records their shapes."""
 
     def __init__(
         self, num_blocks: int, clock: FakeClock, seconds: Callable[[StepShape], float]
@@ -93,7 +93,7 @@ def test_the_first_heartbeat_has_what_steps_take(seconds: Callable[[StepShape], 
 @pytest.mark.parametrize("budget_s", [0.25, 1.5])
 @pytest.mark.parametrize("token_s", [2e-5, 2e-3, 2e-1])
 def test_it_takes_no_longer_than_it_may(budget_s: float, token_s: float) -> None:
-    """But for the first step of a size."""
+    """The measurement keeps within its budget, except for the first step of a size."""
     _, runner, took_s = measured(budget_s, linear_cost(0.004, token_s).seconds)
     assert took_s <= budget_s or len(set(runner.shapes)) == 1
 

@@ -1,6 +1,6 @@
-"""The engine with host memory behind its pool: whatever is evicted, loaded or lost on the way, the
-tokens are the oracle's. Copies are torn (fakes/tiers/host_copier.py), so the use of an overwritten
-block would show.
+"""The engine with host memory behind its block pool: whatever is evicted, loaded or lost on the
+way, the tokens are the oracle's. Copies are torn (fakes/tiers/host_copier.py), so the use of an
+overwritten block would show.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton.engine.kv.host_copies import CopyCost, Direction
 
 @pytest.fixture(autouse=True)
 def copying_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the clock says; the tests of the rule ask for it by name."""
+    """Every copy is estimated to pay, whatever its measured cost."""
     monkeypatch.setattr(CopyCost, "pays", lambda self, num_bytes, *others: num_bytes > 0)
 
 
@@ -102,7 +102,7 @@ def test_an_aborted_loads_blocks_are_free_when_its_copy_has_ended(runs_ahead: bo
 
 
 def loading_rig(capacity: int = 30) -> Rig:
-    """PROMPT and a block behind it are in host memory alone; copies take a while."""
+    """A rig with PROMPT and one block behind it in host memory alone; copies take 20 polls."""
     rig = Rig(capacity=capacity)
     rig.serve([*PROMPT, 5, 5, 5, 5])
     fill(rig)
@@ -208,7 +208,7 @@ def test_host_blocks_that_are_evicted_during_a_load_are_computed() -> None:
     host_blocks = load.parts[0][0].host_blocks
     last = host_blocks[-1]
     taken: list[int] = []
-    while last not in taken:  # the family that was used longest ago first, then of its own the end
+    while last not in taken:  # the least recently used family first, and its last block first
         taken += blocks.take(1)
     evicted = taken[-1]
     assert host_blocks[-2] not in taken
@@ -221,7 +221,7 @@ def test_host_blocks_that_are_evicted_during_a_load_are_computed() -> None:
 
 def test_a_block_that_is_rewritten_on_its_way_out_is_not_entered() -> None:
     rig = Rig(num_looks=range(500, 501))
-    for prompt in (PROMPT, [9] * (4 * rig.capacity - 1)):  # which takes all blocks
+    for prompt in (PROMPT, [9] * (4 * rig.capacity - 1)):  # the second takes all blocks
         key = rig.add(prompt)
         while not rig.tokens[key]:
             rig.step()
@@ -234,7 +234,7 @@ def test_a_block_that_is_rewritten_on_its_way_out_is_not_entered() -> None:
 
 
 def test_room_is_made_for_the_copies_of_one_look_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long chain displaces many short ones: not all of them in the step in which it ends."""
+    """A long chain displaces many short ones over several steps, not all at its end."""
     monkeypatch.setattr(host_tier, "SLICE_BLOCKS", 2)
     rig = Rig(capacity=40, num_host=20, num_looks=range(1))
     for n in range(20):
@@ -336,7 +336,8 @@ def test_tokens_are_the_same_in_any_schedule() -> None:
 
 
 def test_a_draft_models_kv_that_is_missing_is_never_read() -> None:
-    """Whatever went out, or to a disk, without it, came back and was caught up meanwhile."""
+    """Blocks stored without the draft model's KV are never read by it: that KV is recomputed, also
+    while blocks are evicted, written to disk and loaded again."""
     totals: Counter[str] = Counter()
     for seed in range(number(80, 400)):
         totals += play(seed, num_disk=(0, 30)[seed % 2], has_draft_model=True)
@@ -350,7 +351,7 @@ def test_tokens_are_the_same_in_thousands_of_schedules() -> None:
         play(seed)
 
 
-# -- the rule -------------------------------------------------------------------------------------
+# -- the cost rule --------------------------------------------------------------------------------
 
 
 def test_with_the_rule_as_it_is_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The input batch of a step: decodes in columns are equal to the slices of each sequence."""
+"""The input batch of a step: decodes held in columns are equal to the slices of each sequence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ params = st.builds(
 
 
 def decoding(number: int, sampling: SamplingParams) -> Sequence:
-    """Its prompt is computed, and its first token is known."""
+    """A sequence whose prompt is computed and whose first token is known."""
     length = 1 + number * 3
     sequence = Sequence(
         Request(f"{number:032x}", 0, tuple(range(length)), sampling, sample_index=number),
@@ -49,7 +49,7 @@ def comparable(piece: SequenceSlice) -> SequenceSlice:
 def launch_both(
     columns: InputBatch, pairs: list[tuple[Sequence, Sequence]], places: dict[int, int]
 ) -> None:
-    """`places` of those that are in flight, by arrival."""
+    """Launch the same sequences as columns and as slices; `places`: rows in flight, by arrival."""
     own, others = [one for one, _ in pairs], [one for _, one in pairs]
     awaited = {one: places[one.arrival] for one in own if one.arrival in places}
     launched = columns.launch(Schedule(0, clear=own), awaited).decodes
@@ -73,7 +73,7 @@ def is_filtered(sampling: SamplingParams) -> bool:
 
 @given(st.data(), st.lists(params, min_size=1, max_size=6))
 def test_columns_are_the_slices_of_each(data: st.DataObject, asked: list[SamplingParams]) -> None:
-    """Sequences come and go, and a step may be launched behind one in flight, or behind none."""
+    """Columns equal slices as sequences come and go, with and without a step in flight."""
     pairs = [(decoding(i, one), decoding(i, one)) for i, one in enumerate(asked)]
     columns, in_flight = InputBatch(BLOCK_SIZE, (7,)), list[int]()
     chosen = [*range(len(pairs))]

@@ -1,4 +1,6 @@
-"""Sampling parameters through the real engine: against transformers, and for any schedule."""
+"""Sampling parameters through the real engine: equal to transformers, and the same for any
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ PLAIN = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 
 @dataclasses.dataclass
 class Models:
-    """One checkpoint, ours and theirs."""
+    """One checkpoint in transformers and in our runners."""
 
     theirs: LlamaForCausalLM
     runners: list[ModelRunner]
@@ -64,7 +66,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def new_engine(models: Models, *, which: int = 0, **limits: int) -> Engine:
-    """Over the whole pool of a runner, or its first `num_blocks` blocks."""
+    """An engine over a runner's whole pool, or its first `num_blocks` blocks."""
     chosen = {"num_blocks": 80, "max_model_len": 512, "max_num_batched_tokens": 64} | limits
     return Engine(
         make_parts(
@@ -78,14 +80,14 @@ def new_engine(models: Models, *, which: int = 0, **limits: int) -> Engine:
 
 
 def new_request(length: int, sampling: SamplingParams, **fields: object) -> Request:
-    """Requests of one length share their prompt."""
+    """A new request; requests of one length share their prompt."""
     prompt = tuple(random.Random(length).choices(range(3, 320), k=length))
     name = f"{random.getrandbits(128):032x}"
     return dataclasses.replace(Request(name, 0, prompt, sampling), **fields)
 
 
 def run(engine: Engine, *requests: Request, hold: bool = False) -> dict[str, list[TokenOutput]]:
-    """Tokens by request key; ends on the block ledger."""
+    """Output tokens by request key; checks at the end that all blocks are accounted for."""
     outputs: dict[str, list[TokenOutput]] = {}
     for request in requests:
         engine.add(request, hold=hold)
@@ -109,7 +111,7 @@ def alone(models: Models, request: Request) -> list[TokenOutput]:
 
 
 def said(tokens: Sequence[TokenOutput]) -> list[tuple[object, ...]]:
-    """Ids exactly, log-probabilities up to what other chunks round."""
+    """Token ids to compare exactly, log-probabilities up to the rounding of other chunk sizes."""
     return [
         (t.token_id, pytest.approx(t.logprob, abs=1e-4), [token_id for token_id, _ in t.top])
         for t in tokens
@@ -144,7 +146,7 @@ def hand_over(
 
 
 def their_tokens(models: Models, request: Request, **options: object) -> list[int]:
-    """What transformers continues the prompt with, greedily and with a penalty of 1.3."""
+    """The tokens of transformers for the prompt, greedily and with a repetition penalty of 1.3."""
     prompt = torch.tensor([request.prompt_token_ids])
     with torch.inference_mode():
         found = models.theirs.generate(
@@ -224,7 +226,7 @@ def test_prompt_logprobs_equal_transformers(models: Models, is_held: bool) -> No
     sampling = dataclasses.replace(PLAIN, max_tokens=4, prompt_logprobs=2)
     request = new_request(150, sampling)
     engine = new_engine(models)
-    run(engine, new_request(150, PLAIN))  # its blocks are cached now, and must not be skipped
+    run(engine, new_request(150, PLAIN))  # cached blocks must not be skipped by the request
     found = prompt_logprobs_of(engine, request, hold=is_held)
     with torch.inference_mode():
         theirs = models.theirs(torch.tensor([request.prompt_token_ids])).logits[0].log_softmax(-1)
@@ -238,7 +240,8 @@ def test_prompt_logprobs_equal_transformers(models: Models, is_held: bool) -> No
 
 
 def test_prompt_logprobs_are_told_once_in_spite_of_preemptions(models: Models) -> None:
-    """Two optimists in a pool for one and a half: the later is computed anew."""
+    """A preempted request reports its prompt log-probabilities once. Both are admitted into a pool
+    for one and a half, so the later one is recomputed."""
     sampling = dataclasses.replace(PLAIN, max_tokens=90, prompt_logprobs=0)
     engine = new_engine(models, num_blocks=2 + 11)
     engine._scheduler.admission.fits = lambda *_: True  # type: ignore[method-assign]
@@ -254,7 +257,7 @@ def test_prompt_logprobs_are_told_once_in_spite_of_preemptions(models: Models) -
     assert [len(logprobs) for logprobs in found.values()] == [39, 40]
 
 
-# -- however it is run ----------------------------------------------------------------------------
+# -- any schedule ---------------------------------------------------------------------------------
 
 
 def test_the_same_alone_and_in_a_batch(models: Models) -> None:
@@ -296,7 +299,7 @@ def test_the_same_after_a_handoff(models: Models) -> None:
 
 
 def test_each_parameter_matters(models: Models) -> None:
-    """The power of the tests above: without any one of them the tokens are others."""
+    """Without any one parameter the tokens differ, so the tests above do cover each."""
     whole = ids(alone(models, new_request(45, EVERYTHING)))
     assert not {9, 11, 12, 13, EOS} & set(whole)
     assert set(whole) <= set(EVERYTHING.allowed_token_ids)
@@ -311,7 +314,7 @@ def test_each_parameter_matters(models: Models) -> None:
 
 
 def samples_of(request: Request, n: int) -> tuple[Request, list[Request]]:
-    """The request with forks, and the same samples as requests of their own."""
+    """The request with forks, and the same samples as separate requests."""
     forked = dataclasses.replace(request, fork_ids=tuple(f"{i:032x}" for i in range(1, n)))
     separate = [dataclasses.replace(forked, fork_ids=()), *forked.forks]
     return forked, separate
@@ -400,7 +403,7 @@ def test_logits_that_are_not_numbers_fail_their_request_alone(models: Models) ->
 
 
 def test_many_ask_at_once(models: Models) -> None:
-    """More rows than are worked on at once."""
+    """Outputs are right for more rows than the sampler processes at once."""
     short = dataclasses.replace(EVERYTHING, max_tokens=2, min_tokens=2)
     groups = [
         new_request(
@@ -420,7 +423,7 @@ def test_many_ask_at_once(models: Models) -> None:
 
 
 def fake_engine(seen: list[SequenceSlice], *, num_blocks: int = 40) -> Engine:
-    """Runs ahead; `seen` gets every slice launched."""
+    """An engine that runs ahead; `seen` receives each slice launched."""
     return Engine(
         make_parts(
             FakeRunner(num_blocks, 4, runs_ahead=True, on_execute=seen.extend),

@@ -29,14 +29,14 @@ MAX_MODEL_LEN = 120
 
 
 class Optimist(OutputLengthEstimator):
-    """Memory runs out, and preemption must repair it."""
+    """Estimates outputs as one token, so that memory runs out and sequences are preempted."""
 
     def estimate(self, num_generated: int, max_tokens: int) -> int:
         return 1
 
 
 class Scene:
-    """Engines of one model, the requests that they have had, and what they have output."""
+    """Engines of one model, their requests and their outputs."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -121,7 +121,7 @@ class Scene:
                 self.reasons[token.key] = token.finish_reason
 
     def check(self, engine: Engine, *, but: Sequence[str] = ()) -> None:
-        """All that ended is the oracle's; nothing is left."""
+        """All outputs are the oracle's, all requests have ended and no block is held."""
         for key, tokens in self.tokens.items():
             request = self.requests[key]
             assert tokens == self.expected(request, len(tokens))
@@ -140,7 +140,7 @@ class Scene:
 def mixed_run(
     seed: int, num_requests: int, *, runs_ahead: bool, has_draft_model: bool = False
 ) -> Engine:
-    """Requests that come and go while others run: some are aborted, all others end."""
+    """Run requests that arrive while others run; some are aborted, all others end."""
     scene = Scene(seed)
     draw = scene.random
     engine = scene.engine(
@@ -214,7 +214,7 @@ def test_perfect_drafts_take_few_steps(runs_ahead: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_drafts_behind_the_end_do_not_count_as_accepted(seed: int) -> None:
-    """Though they are what the model would have gone on with."""
+    """Drafts behind a stop token do not count as accepted, even if the model would output them."""
     scene = Scene(seed)
     engine = scene.engine(200, runs_ahead=False, rate=1.0)
     sampling = SamplingParams(max_tokens=60, seed=seed, ignore_eos=True, stop_token_ids=(3, 11))
@@ -246,7 +246,7 @@ def hand_over(scene: Scene, source: Engine, puller: Engine, key: str) -> Reserva
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_speculation_goes_on_behind_a_hand_off(runs_ahead: bool) -> None:
-    """The drafts need the tokens alone, which both sides have."""
+    """Speculation continues behind a hand-off: drafts depend on the tokens alone."""
 
     def counts(*, handed_over: bool) -> list[int]:
         scene = Scene(3)

@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 class Rig:
-    """An engine over a played pipeline."""
+    """An engine over a simulated pipeline."""
 
     def __init__(self, num_stages: int, budget: int = 64) -> None:
         self.runner = FakeRunner(NUM_BLOCKS, BLOCK_SIZE, num_stages=num_stages, num_looks=20)
@@ -64,11 +64,11 @@ def test_decodes_are_dealt_out_over_the_steps(num_stages: int, share: int) -> No
 
 
 def test_chunks_of_a_prompt_follow_each_other() -> None:
-    """A step for each stage, as long as none is tiny; nobody waits for a chunk's end."""
+    """The chunks of a prompt fill all stages without waiting, if no chunk gets too small."""
     rig = Rig(4, budget=64)
     rig.add(0, 120)
     rig.engine.step()
-    assert rig.runner.most_in_flight == 5  # the first stage has its next one
+    assert rig.runner.most_in_flight == 5  # the next step is queued at the first stage
     rig.run()
     prompts = [step[0] for step in rig.runner.batch_sizes if step[0] > 1]
     assert sum(prompts) == 120
@@ -78,11 +78,11 @@ def test_chunks_of_a_prompt_follow_each_other() -> None:
 @pytest.mark.parametrize(
     ("base_s", "token_s", "length", "size"),
     [
-        (0.0, 1.0, 64, 8),  # a short step costs nothing: the shortest
+        (0.0, 1.0, 64, 8),  # short steps have no overhead: the smallest size
         (0.0, 1.0, 320, 8),
         (10.0, 1.0, 64, 32),  # (2 + 1) x 42 s; 16: (4 + 1) x 26, 8: (8 + 1) x 18
         (8.0, 1.0, 320, 64),  # (5 + 1) x 72; 32: (10 + 1) x 40 = 440
-        (1e3, 1e-3, 64, 64),  # a step costs as much whatever is in it: one
+        (1e3, 1e-3, 64, 64),  # the time of a step does not depend on its size: one step
     ],
 )
 def test_the_size_of_steps_is_what_passes_through_soonest(
@@ -101,13 +101,13 @@ def test_the_size_of_steps_is_what_passes_through_soonest(
 def test_steps_are_as_large_as_prompts_that_come_need_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Behind a burst of which some are always in flight."""
+    """After a burst, the step size follows the size of the prompts that arrive."""
     rig = Rig(2, budget=64)
     costs = rig.engine._step_costs
     for num_tokens in (8, 64):
         for _ in range(3):
             costs.observe(StepShape(num_prompt_tokens=num_tokens), 2.0 + num_tokens)
-    monkeypatch.setattr(costs, "observe", lambda *_: None)  # the runner is played
+    monkeypatch.setattr(costs, "observe", lambda *_: None)  # the runner is simulated
     rig.add(0, 330)
     index = 0
     while index < 20:
@@ -122,7 +122,7 @@ def test_steps_are_as_large_as_prompts_that_come_need_again(
 
 
 def test_what_was_never_measured_is_not_planned_by() -> None:
-    """Of an engine that has only decoded: a step for each stage, as where nothing is known."""
+    """An engine that has only measured decodes splits prompts as without any measurement."""
     rig = Rig(2, budget=64)
     for num_decodes in (1, 3):
         for _ in range(3):
@@ -151,7 +151,7 @@ def test_what_comes_while_a_step_is_in_flight_fills_the_pipeline() -> None:
 def test_a_step_takes_what_a_stage_does(
     num_requests: int, step_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second passes between the ends of two steps, and from a lone one's launch to its end."""
+    """A step is measured from the end of the step before, or from its launch if it runs alone."""
     rig, clock, seen = Rig(2), FakeClock(), list[float]()
     monkeypatch.setattr(rig.engine, "_clock", clock)
     monkeypatch.setattr(

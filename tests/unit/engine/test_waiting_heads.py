@@ -1,5 +1,5 @@
-"""The first waiting request is served first, whatever else arrives: other engines' hand-offs, held
-KV, requests that fail in front of it.
+"""The first waiting request is served first, whatever else arrives: hand-offs of other engines,
+held KV, or requests in front of it that fail.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLOCK_SIZE, VOCAB_SIZE = 4, 50
 
 
 class Copies:
-    """Adapters of no weight."""
+    """Adapter copies that do nothing."""
 
     def keep(self, adapter: HostAdapter) -> None: ...
 
@@ -40,7 +40,7 @@ class Copies:
 
 
 def engine_of(capacity: int, *, runs_ahead: bool = False, **limits: int) -> Engine:
-    """With one slot for adapters `a` and `b`."""
+    """An engine with one adapter slot, for adapters `a` and `b`."""
     num_blocks = capacity + NUM_RESERVED_BLOCKS
     room: AdapterRoom[object] = AdapterRoom(Copies(), 1, 4)  # type: ignore[type-var]
     for digest in "ab":
@@ -61,14 +61,14 @@ def engine_of(capacity: int, *, runs_ahead: bool = False, **limits: int) -> Engi
 def request(
     name: str, num_tokens: int, adapter: str = "", *, first: int = 1, **sampling: object
 ) -> Request:
-    """Of tokens from `first` on."""
+    """A request of `num_tokens` tokens, from `first` on."""
     params = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | sampling))  # type: ignore[arg-type]
     one = Request(name, 0, tuple(first + i % 40 for i in range(num_tokens)), params)
     return dataclasses.replace(one, adapter=Adapter("n", adapter, "/p")) if adapter else one
 
 
 def take_over(engine: Engine, name: str, adapter: str = "") -> bool:
-    """A hand-off whose KV is here at once."""
+    """Take over a hand-off whose KV arrives at once; false if no blocks are free."""
     one = request(name, 4, adapter, max_tokens=4)
     engine.reserve(one)
     if (reservation := engine.next_reservation()) is None:
@@ -87,7 +87,7 @@ def take_over(engine: Engine, name: str, adapter: str = "") -> bool:
 
 
 def tokens_of(engine: Engine, names: set[str], adapter: str = "") -> set[str]:
-    """Of these requests, those that have a token within 60 steps, while hand-offs come."""
+    """Those of the requests that output a token within 60 steps, while hand-offs arrive."""
     seen: set[str] = set()
     hand_offs = (f"h{number}" for number in itertools.count())
     for _ in range(60):
@@ -114,7 +114,7 @@ def test_hand_offs_do_not_pass_who_waits_for_an_adapter() -> None:
 
 
 def reserved(engine: Engine) -> list[str]:
-    """Those that have their blocks now."""
+    """Keys of the requests that get their blocks at this time."""
     return [reservation.key for reservation in iter(engine.next_reservation, None)]
 
 
@@ -131,7 +131,7 @@ def test_hand_offs_without_an_adapter_pass_those_that_wait_for_one() -> None:
     while engine.has_work:
         engine.step()
     assert reserved(engine) == ["late base/0", "two/0"]
-    engine.abort("two/0")  # a pull may write to its blocks
+    engine.abort("two/0")  # a pull may still write to its blocks
     assert reserved(engine) == []
     engine.abort("three/0")
     assert "three/0" not in engine.by_key and "two/0" in engine.by_key
@@ -181,7 +181,7 @@ def test_one_that_fails_alone_makes_room_for_who_waited_for_its_adapter(runs_ahe
 
 
 def test_a_prompt_that_waits_for_its_adapter_is_one_that_waits() -> None:
-    """Gateways are told at once that there is one, and that there is none any more."""
+    """A prompt that waits for its adapter counts as waiting at once, until it is aborted."""
     engine = engine_of(100)
     engine.add(request("decode", 3, "a", max_tokens=100))
     engine.step()
@@ -193,7 +193,8 @@ def test_a_prompt_that_waits_for_its_adapter_is_one_that_waits() -> None:
 
 
 def test_prefixes_that_are_fetched_leave_the_first_that_waits_its_room() -> None:
-    """Each of them is over when the next one has its room."""
+    """A stream of fetched prefixes does not take the blocks that the first waiting request needs.
+    Each prefix is dropped once the next one has its blocks."""
     engine = engine_of(12)
     engine.add(request("running", 15, max_tokens=8))
     engine.step()
@@ -210,7 +211,8 @@ def test_prefixes_that_are_fetched_leave_the_first_that_waits_its_room() -> None
 
 
 def test_a_search_without_room_beside_held_kv_waits() -> None:
-    """Admitted, it would be crowded out in every step."""
+    """A beam search that does not fit beside held KV waits, as it would be preempted in
+    every step."""
     engine = engine_of(14, max_num_batched_tokens=64)
     engine.add(request("held", 31, first=9, max_tokens=4), hold=True)
     for _ in range(3):

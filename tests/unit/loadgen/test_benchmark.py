@@ -67,7 +67,7 @@ async def test_an_open_loop_waits_for_nobody(tmp_path: Path) -> None:
 
 
 async def test_a_rate_is_of_the_whole_time_that_was_given(tmp_path: Path) -> None:
-    """The next request would have come behind its end."""
+    """The rate is over the whole duration, although the next request would come after its end."""
     async with played(PlayedServer()) as url:
         given = ("--request-rate", "0.01", "--duration-s", "0.5")
         _, found = await bench(url, *given, folder=tmp_path)
@@ -78,7 +78,7 @@ async def test_a_rate_is_of_the_whole_time_that_was_given(tmp_path: Path) -> Non
 
 
 async def test_a_duration_ends_the_load(tmp_path: Path) -> None:
-    """What still runs when the time for the last is over is cut off, and has not failed."""
+    """Requests still running after the drain time are cut off and do not count as failed."""
     lines = tmp_path / "lines"
     lines.write_text('{"prompt": "a", "max_tokens": 12}')
     result = tmp_path / "r.json"
@@ -154,7 +154,7 @@ async def test_a_request_with_an_odd_answer_has_failed(tmp_path: Path, odd: Any)
 async def test_what_hangs_keeps_no_target(
     tmp_path: Path, slo: str, hangs_late: bool, share: float
 ) -> None:
-    """Half of the requests are cut off; whether they were late by then is what counts."""
+    """Half of the requests are cut off: they meet the target only if they were not late by then."""
     server = PlayedServer(hangs_after=4, hangs_late=hangs_late)
     async with played(server) as url:
         given = ("--request-rate", "1000", "--drain-s", "0.5", "--slo", slo)
@@ -218,7 +218,7 @@ async def test_what_is_wrong_with_a_target_is_said(tmp_path: Path) -> None:
                 await bench(url, *argv, folder=tmp_path)
         with pytest.raises(StartupFailed, match="answered HTTP 404"):
             await bench(f"{url}/elsewhere", folder=tmp_path)
-    with pytest.raises(StartupFailed, match="cannot be reached: Connect call"):  # nobody is there
+    with pytest.raises(StartupFailed, match="cannot be reached: Connect call"):  # no server
         await bench(url, folder=tmp_path)
     with pytest.raises(StartupFailed, match="http://"):
         await bench("localhost:8000", folder=tmp_path)

@@ -117,7 +117,7 @@ _COMPACT = '{"id":"batch_req_1","custom_id":"a","response":null}'
 
 @pytest.mark.parametrize("text", ["no newline", '{"custom_id": "a"}', request_line(), _COMPACT])
 def test_a_line_of_another_file_is_not_cut_off(tmp_path: Path, text: str) -> None:
-    """Its last line has no newline, as half a result has none."""
+    """A file of other content is not truncated, though its last line has no newline either."""
     path = tmp_path / "notes.txt"
     path.write_text(text)
     with pytest.raises(StartupFailed, match="is no result of a batch"):
@@ -126,7 +126,7 @@ def test_a_line_of_another_file_is_not_cut_off(tmp_path: Path, text: str) -> Non
 
 
 async def test_as_many_lines_as_may_be_at_once() -> None:
-    """All of them connect before any is answered."""
+    """All 600 lines connect before the first reply."""
 
     async def answer(_: web.Request) -> web.Response:
         await asyncio.sleep(0.05)
@@ -156,7 +156,7 @@ def test_what_a_file_system_filled_up_is_cut_off(tmp_path: Path) -> None:
 async def test_what_a_killed_batch_left_goes_with_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with tempfile.TemporaryDirectory(prefix="b-") as root:  # pytest's are too long for sockets
+    with tempfile.TemporaryDirectory(prefix="b-") as root:  # pytest's paths are too long
         monkeypatch.setenv("XDG_RUNTIME_DIR", root)
         left = tempfile.mkdtemp(prefix="baton-batch-", dir=root)
         async with serving(web.Application()) as path:
@@ -165,7 +165,7 @@ async def test_what_a_killed_batch_left_goes_with_the_next(
 
 
 def test_requests_come_from_no_pipe(tmp_path: Path) -> None:
-    """They are read twice, and the second time there would be none."""
+    """Requests are read twice, so a pipe is refused."""
     reader, writer = os.pipe()
     with open(reader, "rb"), open(writer, "wb") as into:
         into.write(b"no json")
@@ -175,7 +175,7 @@ def test_requests_come_from_no_pipe(tmp_path: Path) -> None:
 
 
 def test_results_go_to_no_device_and_to_no_pipe(tmp_path: Path) -> None:
-    """Nothing can be resumed there."""
+    """Results cannot be resumed on a device or a pipe, so both are refused."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/full"), tmp_path):
         with pytest.raises(StartupFailed, match=f"{path} is no regular file"):

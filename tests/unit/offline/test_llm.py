@@ -210,7 +210,7 @@ def test_a_ctrl_c_ends_the_call_and_the_llm_goes_on(llm: LLM) -> None:
     endless = SamplingParams(max_tokens=None, ignore_eos=True)
     try:
         with pytest.raises(KeyboardInterrupt):
-            while True:  # the context is full at some time
+            while True:  # until the context is full
                 llm.generate("def f(", endless, use_tqdm=False)
     finally:
         interrupt.join()
@@ -236,8 +236,8 @@ def test_a_ctrl_c_ends_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         raise StartupFailed("nobody ended it")
 
     def press() -> None:
-        """Again where nothing comes of it: Python drops a KeyboardInterrupt that comes in a weak
-        reference's callback."""
+        """Press again if it had no effect: Python drops a KeyboardInterrupt raised in the callback
+        of a weak reference."""
         has_begun.wait(20)
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
@@ -286,7 +286,7 @@ def test_beam_search_finds_the_engines_beams(llm: LLM, local: LocalEngine) -> No
 
 
 def test_a_sample_that_is_given_its_tokens_together_is_as_one_by_one(llm: LLM) -> None:
-    """With log-probabilities each token is given to its session by itself."""
+    """Text is the same if a session gets several tokens at once or, with log-probabilities, one."""
     shared = {"max_tokens": 70, "seed": 5, "temperature": 1.0, "ignore_eos": True, "n": 2}
     (together,) = llm.generate(PROMPTS[0], SamplingParams(**shared), use_tqdm=False)
     (alone,) = llm.generate(PROMPTS[0], SamplingParams(logprobs=0, **shared), use_tqdm=False)
@@ -396,7 +396,7 @@ def test_two_constraints_are_refused(llm: LLM) -> None:
 
 
 def test_an_llm_that_a_failed_call_left_behind_is_no_obstacle() -> None:
-    """The exception's frames hold it in a cycle, until the next one begins."""
+    """The exception's frames keep the failed LLM in a cycle until the next one is created."""
 
     def fail() -> None:
         LLM(cpu_kv_bytes=POOL).generate("", use_tqdm=False)
@@ -453,7 +453,7 @@ def test_a_process_that_is_forked_off_is_told_and_can_end() -> None:
 
 
 def test_one_that_its_own_thread_collects_leaves_nothing_open() -> None:
-    """As the garbage collector may, wherever it runs."""
+    """A LoopThread closed in its own thread (by the garbage collector) leaves nothing open."""
     num_open = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         thread = LoopThread("own")

@@ -1,6 +1,6 @@
 """A reasoning budget through a real engine: reasoning ends when the budget is spent, and an answer
-follows. A tiny model of random weights, whose tags are one token each and which never ends its
-output by itself; each front in the one process.
+follows. The model is tiny with random weights, has one token for each tag and never ends its output
+by itself; all API front ends run in this process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CHAT = {**ASKED, "messages": USER, "max_tokens": MAX_TOKENS}
 
 
 def write_thinker(folder: Path) -> Path:
-    """Two tags behind the byte model's tokens; its engine draws the weights."""
+    """A model with two tags behind the byte model's tokens; its engine draws the weights."""
     write_byte_model(folder)
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
@@ -65,7 +65,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def ask(model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
-    """A call: path and body to the answer."""
+    """A function that posts a body to a path and returns the reply."""
     pytest.importorskip("llguidance")
     engine = EngineConfig(model=str(model_dir), load_format="dummy", cpu_kv_bytes=4 << 20)
     front = GatewayConfig(model=str(model_dir))

@@ -1,4 +1,6 @@
-"""The index on the wire: what is written can be read; junk raises BadMessage, nothing else."""
+"""The index messages: what is encoded can be decoded; invalid data raises BadMessage,
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def test_the_fullest_message_is_within_the_limit() -> None:
 
 @given(st.one_of(st.binary(max_size=80), messages.map(encode)), st.data())
 def test_junk_is_refused_and_never_more_than_that(raw: bytes, data: st.DataObject) -> None:
-    """Also messages with a byte changed, cut short, or with more behind them."""
+    """Also messages with a byte changed, cut short, or with trailing bytes."""
     if raw:
         position = data.draw(st.integers(0, len(raw) - 1))
         raw = raw[:position] + data.draw(st.binary(max_size=2)) + raw[position + 1 :]
@@ -73,7 +75,7 @@ def test_junk_is_refused_and_never_more_than_that(raw: bytes, data: st.DataObjec
     "raw",
     [
         b"",
-        b"BPX1" + b"\x01" + b"\xaa" * 16 + bytes(8),  # of the version before
+        b"BPX1" + b"\x01" + b"\xaa" * 16 + bytes(8),  # of the previous version
         b"x" * (MAX_MESSAGE_BYTES + 1),
         encode(Head(A, 1)).replace(b"head 2", b"head 3"),
         encode(Head(A, 1)) + b"x",
@@ -82,7 +84,7 @@ def test_junk_is_refused_and_never_more_than_that(raw: bytes, data: st.DataObjec
         msgspec.msgpack.encode(["head 2", A.upper(), 1]),
         msgspec.msgpack.encode(["head 2", A, -1]),
         msgspec.msgpack.encode(["snapshot 2", A, 1, 1]),
-        b"\x97" + encode(Delta(A, 1))[1:] + b"\x91" * 60_000 + b"\1",  # a further field, nested
+        b"\x97" + encode(Delta(A, 1))[1:] + b"\x91" * 60_000 + b"\1",  # an extra field, nested
     ],
 )
 def test_examples_of_junk(raw: bytes) -> None:

@@ -1,8 +1,8 @@
-"""Journal and mirror: whatever messages are lost, duplicated or reordered, hints stay within their
-claims.
+"""Journal and mirror: whatever messages are lost, duplicated or reordered, hints are as exact as
+claimed.
 
-The oracle is a plain set with the same changes as the engine's cache, and copies of it at each
-number.
+The oracle is a plain set with the same changes as the engine's cache, and a copy of it at each
+sequence number.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def h(number: int) -> BlockHash:
 
 @dataclass
 class Channel:
-    """A publisher's journal, a mirror, and a channel between them that the test orders about."""
+    """A publisher's journal, a mirror, and a channel between them that the test controls."""
 
     clock: FakeClock = field(default_factory=FakeClock)
     cache: set[BlockHash] = field(default_factory=set)
     sent: list[Message] = field(default_factory=list)
     cache_at: dict[int, set[BlockHash]] = field(default_factory=lambda: {0: set()})
-    pages: dict[int, bytes] = field(default_factory=dict)  # in Redis
+    pages: dict[int, bytes] = field(default_factory=dict)  # stored in Redis
 
     def __post_init__(self) -> None:
         self.journal = CacheJournal(A)
@@ -51,7 +51,7 @@ class Channel:
         self.journal.record([block_hash] * is_removed, [block_hash] * (not is_removed))
 
     def publish(self) -> None:
-        """As the publisher does: pages, contents, deltas."""
+        """Publish as the publisher does: pages, contents, deltas."""
         deltas = self.journal.take()
         self.write_pages()
         self.contents = self.journal.contents(0)
@@ -59,14 +59,14 @@ class Channel:
         self.cache_at[self.journal.seq] = set(self.cache)
 
     def write_pages(self) -> None:
-        """Also between two deltas: a large write takes its time."""
+        """Write pages, also between two deltas: a large write takes time."""
         stored = self.journal.stored
         self.was_ahead |= len(self.journal._unpublished) > 0
         self.pages.update(stored.encode(stored.changed, 0))
         stored.changed.clear()
 
     def read(self) -> None:
-        """As the follower does."""
+        """Read the pages as the follower does."""
         if not self.mirror.wants(self.contents):
             return
         hashes, in_host = set[BlockHash](), set[BlockHash]()
@@ -77,7 +77,7 @@ class Channel:
         self.mirror.install(self.contents, hashes, in_host)
 
     def deliver(self, message: Message, *, is_read: bool = True) -> str | None:
-        """As the follower does; Redis may not answer."""
+        """Deliver a message as the follower does; without `is_read`, Redis does not reply."""
         need = self.mirror.take(encode(message))
         if need is not None and is_read:
             self.read()
@@ -87,7 +87,7 @@ class Channel:
         return {h(i) for i in range(NUM_HASHES) if self.mirror.holds_any([A], [h(i)])}
 
     def settle(self) -> None:
-        """A channel and a Redis that work again."""
+        """Channel and Redis work again."""
         for _ in range(2):
             self.clock.advance(READ_S)
             self.sent.clear()
@@ -108,7 +108,8 @@ steps = st.one_of(
 def test_an_exact_mirror_is_right_and_every_mirror_becomes_exact(
     script: list[tuple[str, int]],
 ) -> None:
-    """Also where pages are ahead of their contents: hashes that no delta has named yet may show."""
+    """A mirror with a sequence number equals the cache at that number, and every mirror gets one.
+    If pages are ahead of their contents, it may also have hashes that no delta has named yet."""
     channel = Channel()
     for verb, number in script:
         if verb == "toggle":
@@ -259,7 +260,7 @@ def test_pages_hold_what_the_journal_was_told(steps: list[tuple[int, Tier]]) -> 
 
 
 def test_what_goes_and_what_comes_share_pages() -> None:
-    """A step that evicts as much as it stores changes the pages of what it evicts."""
+    """A step that evicts as many blocks as it stores changes only the pages of the evicted ones."""
     journal = CacheJournal(A)
     journal.record([], [h(i) for i in range(4 * PAGE_BLOCKS)])
     journal.stored.changed.clear()

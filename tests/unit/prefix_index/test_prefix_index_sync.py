@@ -1,4 +1,6 @@
-"""Publisher and follower over a broker in memory that goes away, is wiped, and holds junk."""
+"""Publisher and follower over an in-memory broker that is unavailable, wiped, or has
+invalid data.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ async def test_a_mirror_follows_through_losses_and_wipes() -> None:
         await until(lambda: mirrors(mirror, {2, 3, 4}))
         link.keys.clear()
         mirror.remove(A)
-        mirror.add(A, 20)  # a gateway that comes late
+        mirror.add(A, 20)  # a gateway that starts late
         await until(lambda: mirrors(mirror, {2, 3, 4}))
         assert mirror._copies[A].seq == journal.seq
 
@@ -103,7 +105,7 @@ async def test_changes_are_told_in_batches_and_idle_engines_are_heard_of() -> No
 
 
 async def test_pages_that_redis_lost_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SystemClock, "unix_ns", lambda _: 0)  # pages say when they were written
+    monkeypatch.setattr(SystemClock, "unix_ns", lambda _: 0)  # pages have a time stamp
     link, journal = FakeIndexLink(), CacheJournal(A)
     journal.record([], [h(i) for i in range(2 * PAGE_BLOCKS)])
     async with publishing(journal, link):
@@ -123,7 +125,7 @@ async def test_pages_that_redis_lost_are_written_again(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("is_broken", [False, True])
 async def test_redis_that_comes_back_with_older_data_is_written_anew(*, is_broken: bool) -> None:
-    """As from a snapshot, or from a replica that was behind: nobody takes old pages for new."""
+    """After a restore from a snapshot or stale replica, no reader takes old pages for new."""
     link, journal, mirror = FakeIndexLink(), CacheJournal(A), PrefixMirror(SystemClock())
     mirror.add(A, 20)
     journal.record([], [h(0), h(1)])
@@ -188,7 +190,7 @@ async def test_where_redis_is_full_deltas_go_on() -> None:
 
 
 async def test_pages_are_there_before_a_delta_that_counts_them() -> None:
-    """Whoever reads behind a delta finds what it says."""
+    """Pages are written before the delta that counts them, so that a reader finds its blocks."""
     link, journal, mirror = FakeIndexLink(), CacheJournal(A), PrefixMirror(SystemClock())
     seen: list[bool] = []
 

@@ -1,5 +1,5 @@
-"""Beam searches over the whole control half: the beams of the definition, however they are
-scheduled, preempted, handed over and cancelled, and nothing left behind.
+"""Beam searches through the whole engine control plane: the beams of the definition, however they
+are scheduled, preempted, handed over or cancelled, and nothing left behind.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EOS = 7
 
 
 class Optimist(OutputLengthEstimator):
-    """Expects every request to end at once: so memory runs out, and preemption must repair it."""
+    """Estimates that requests end at once, so that memory runs out and sequences are preempted."""
 
     def estimate(self, num_generated: int, max_tokens: int) -> int:
         return 1
@@ -98,7 +98,7 @@ def keys_of(request: Request) -> list[str]:
 
 
 class Outcome:
-    """What engines output."""
+    """Beams, tokens and errors that engines output, by request key."""
 
     def __init__(self) -> None:
         self.beams: dict[str, FinishedBeam] = {}
@@ -230,7 +230,8 @@ def test_crowded_out_beams_come_back_with_the_same_result(
 def test_beams_that_lent_blocks_leave_no_room_for_wait_for_them(
     runs_ahead: bool, is_aborted: bool
 ) -> None:
-    """All that the pool has besides is the search's own: it is not computed again in vain."""
+    """A search without room beside lent blocks waits until they are returned: all other blocks are
+    its own, so recomputing it at once would be in vain."""
     engine = new_engine(12, runs_ahead=runs_ahead)
     prompt, once = (3,) * 17, SamplingParams(temperature=0.0, max_tokens=1)
     engine.add(Request("lent", 0, prompt, once))
@@ -301,7 +302,7 @@ def test_it_goes_on_until_nobody_wants_a_hypothesis() -> None:
 def test_beams_whose_logits_are_not_numbers_fail_once(
     runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the same step, so that the first of them ends the search of all."""
+    """NaN logits of all beams in one step fail each request of the search once."""
     engine, outcome = new_engine(runs_ahead=runs_ahead), Outcome()
     request, other = beam_request("a", range(11), n=2), beam_request("b", range(6))
     engine.add(request)
@@ -336,7 +337,7 @@ def _not_a_number(sampled: SampledToken | None) -> SampledToken | None:
 
 
 def handed_over(source: Engine, puller: Engine, request: Request) -> None:
-    """The hand-off in small: the blocks, and what the search begins with."""
+    """A minimal hand-off: the blocks, and the candidates with which the search begins."""
     source.add(request, hold=True)
     first = None
     while first is None:
@@ -371,7 +372,7 @@ def test_one_hand_off_carries_all_beams(runs_ahead: bool, length: int, max_token
 @examples(40, 300)
 @given(data=st.data())
 def test_whatever_is_cancelled_leaves_nothing(data: st.DataObject) -> None:
-    """Small pools, cancels at any time: what is not cancelled is as it should be."""
+    """In small pools with aborts at any time, other searches are right and nothing is left."""
     draw = data.draw
     engine = new_engine(
         draw(st.integers(14, 40)),

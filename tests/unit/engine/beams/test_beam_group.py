@@ -27,7 +27,7 @@ def sampled(logprobs: Sequence[float], k: int) -> SampledToken:
 
 
 def run(rules: BeamRules, seed: int, vocab_size: int = VOCAB_SIZE) -> list[Hypothesis]:
-    """The whole search behind a prompt that stands for a model."""
+    """Run a whole search; the prompt `seed` stands for a model."""
     group, k = BeamGroup(rules), num_candidates(rules.width, len(rules.stop_ids))
     beams: list[list[int]] = [[]]
     while beams:

@@ -22,7 +22,7 @@ from baton.engine.scheduling.outputs import FinishedBeam
 PROMPT = [3, 14, 15, 92, 65, 35]
 NUM_TOKENS = 12
 PAD = 1
-EOS = (5, 17, 40, 41, 42, 43)  # so many that beams end
+EOS = (5, 17, 40, 41, 42, 43)  # enough stop tokens for some beams to end
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_beams_are_those_of_transformers(
     length_penalty: float,
     beams: tuple[int, int],
 ) -> None:
-    """`beams`: so many, and how many of them are asked for."""
+    """`beams` is (beam width, number of sequences to return)."""
     (local, theirs), (width, n) = pair, beams
     found = ours(
         local,

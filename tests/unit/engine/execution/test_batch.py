@@ -28,7 +28,7 @@ SPEC = SampleSpec(SamplingParams(temperature=0.0), key=1)
 
 @st.composite
 def slices(draw: st.DrawFn) -> SequenceSlice:
-    """A decode whose token is known or awaited, one with drafts, or a chunk of a prompt."""
+    """A decode with a known or an awaited token, a decode with drafts, or a chunk of a prompt."""
     start, follows = draw(st.integers(0, 20)), draw(st.none() | st.integers(0, 50))
     num_drafts = draw(st.integers(0, 3))
     num_tokens = 1 + num_drafts
@@ -80,7 +80,7 @@ def test_columns_are_the_slices_that_they_stand_for(
     batch = StepBatch(decodes, others)
     same, slots = StepBatch.of([*batch]), torch.empty(0)
     assert len(batch) == len(same) == len(decodes) + len(others)
-    n = sum(batch.query_lens) + 2  # of padding
+    n = sum(batch.query_lens) + 2  # 2 rows of padding
     arrays, metadata = decode_arrays(batch, BLOCK_SIZE, n), batch.metadata(slots)
     assert arrays.tolist() == decode_arrays(same, BLOCK_SIZE, n).tolist()
     assert metadata == same.metadata(metadata.slot_mapping)

@@ -93,7 +93,7 @@ def test_a_gpu_without_the_type_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_some_heads_of_a_block_take_their_scales_along() -> None:
-    """Rank 1 of two pulls the second of a whole engine's two heads."""
+    """Rank 1 of two pulls the second head, with its scales, from an engine that holds both."""
     layout = KvLayout(3, 2, 4, 8, torch.float8_e4m3fn)
     source = CpuKvMemory(layout, 4)
     k, v = torch.randn(2, 4, 2, 8)

@@ -13,7 +13,8 @@ from baton.kernels.pinned_memory import reserve_pinned_memory
 
 
 def test_every_size_is_there_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's allocator sees it: what is freed may be given out again."""
+    """At least four buffers of each size are held at once: memory freed earlier might be reused by
+    torch's allocator."""
     empty, held, most = torch.empty, Counter[int](), Counter[int]()
 
     def take(size: int, *, pin_memory: bool, **more: Any) -> torch.Tensor:

@@ -30,7 +30,7 @@ GREEDY = SampleSpec(SamplingParams(temperature=0.0), key=0)
 
 @dataclass
 class Pair:
-    """One checkpoint in both implementations."""
+    """One checkpoint in transformers and in our runner."""
 
     theirs: PreTrainedModel
     ours: ModelRunner
@@ -39,12 +39,12 @@ class Pair:
         return [rng.randrange(self.ours.model_config.vocab_size) for _ in range(length)]
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """Theirs, [tokens, vocab]."""
+        """The logits of transformers, [tokens, vocab]."""
         with torch.inference_mode():
             return self.theirs(torch.tensor([token_ids])).logits[0]
 
     def check(self, prompt: list[int], sampled: list[SampledToken | None]) -> None:
-        """`sampled` is their greedy continuation of `prompt`, with their log-probabilities."""
+        """Check that `sampled` is transformers' greedy continuation, with log-probabilities."""
         tokens = [token for token in sampled if token is not None]
         assert len(tokens) == len(sampled)
         rows = self.logits(prompt + [token.token_id for token in tokens])[len(prompt) - 1 : -1]
@@ -100,12 +100,12 @@ def test_logits_equal_transformers(pair: Pair, rng: random.Random) -> None:
         ours = steps.model.lm_head.project(steps._forward(StepBatch.of([piece])))
     theirs = pair.logits(token_ids)
     scale = float(theirs.abs().max())
-    assert scale > 1  # the checkpoint says something
+    assert scale > 1  # the logits are not trivial
     assert float((ours - theirs).abs().max()) <= 1e-4 * max(1.0, scale / 10)
 
 
 CHUNKS = [1, 7, 16, 24, 1000]
-# With windows, RoPE by position and experts of some layers all of them; with the others two.
+# These (windows, RoPE by position, experts in some layers) get all chunk sizes, the others two.
 CHUNKED = {
     *("llama, gqa 4:2", "mistral, window", "qwen2, yarn, window of the upper layers"),
     *("qwen3, biases, window by layer_types", "qwen3-moe, a dense layer"),
@@ -163,7 +163,7 @@ def test_mixed_batches_of_decodes_and_chunks(pair: Pair, rng: random.Random) -> 
 
 
 def decode_logprob(pair: Pair, tokens: list[int], table: list[int]) -> float:
-    """The log-probability that one decode step over the pool as it is reports."""
+    """The log-probability reported by one decode step over the pool's current content."""
     piece = SequenceSlice(tokens[-1:], len(tokens) - 1, table, GREEDY)
     (sampled,) = execute(pair.ours, [piece])
     assert sampled is not None
@@ -171,9 +171,10 @@ def decode_logprob(pair: Pair, tokens: list[int], table: list[int]) -> float:
 
 
 def test_every_block_matters(pair: Pair, rng: random.Random) -> None:
-    """The power of the tests above: a zeroed, swapped or shifted block shows.
+    """A zeroed, swapped or shifted block changes the result, so the tests above do cover each
+    block.
 
-    But one that no layer's window reaches any more may hold anything.
+    A block that is outside of every layer's window may hold anything.
     """
     tokens = pair.prompt(rng, 70)
     table = Blocks(rng).table(70)
@@ -190,7 +191,7 @@ def test_every_block_matters(pair: Pair, rng: random.Random) -> None:
             pool[block] = saved
             continue
         shifted = saved.flatten().roll(saved.shape[-1]).view(saved.shape)  # by one slot
-        shifted[:, 1] = saved[:, 1]  # of K alone: order within a block does not matter
+        shifted[:, 1] = saved[:, 1]  # K only: order within a block does not matter
         for damage in (torch.zeros_like(saved), pool[table[index - 1]].clone(), shifted):
             pool[block] = damage
             assert abs(decode_logprob(pair, tokens, table) - healthy) > 1e-3
@@ -227,7 +228,7 @@ def test_a_decode_gives_the_same_alone_and_in_a_batch(pair: Pair, rng: random.Ra
 def test_dynamic_rope_is_what_decoding_token_by_token_computes(
     tmp_path: Path, rng: random.Random, length: int, size: int
 ) -> None:
-    """Also for a prompt beyond the trained 40 tokens, in whatever chunks."""
+    """Dynamic RoPE equals decoding one by one, in any chunks and beyond the trained 40 tokens."""
     scaling = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
     theirs = write_checkpoint(tmp_path, max_position_embeddings=40, rope_parameters=scaling)
     pair = Pair(theirs, make_runner(tmp_path, max_model_len=160))

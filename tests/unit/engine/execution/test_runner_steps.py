@@ -1,4 +1,4 @@
-"""Guarantees of a step besides right numbers: independence, untouched blocks, typed errors."""
+"""Guarantees of a step besides right results: independence, untouched blocks, typed errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_as_many_run_as_the_pool_is_good_for_unless_the_operator_says(
 
 
 def prefill_all(runner: ModelRunner, rng: random.Random) -> list[SequenceSlice]:
-    """Sequences of several lengths in the pool; returns each one's next decode."""
+    """Prefill sequences of several lengths and return the next decode of each."""
     ids = rng.sample(range(2, NUM_BLOCKS), NUM_BLOCKS - 2)
     decodes = []
     for length in (3, 16, 20, 61, 100, 35, 17, 80):

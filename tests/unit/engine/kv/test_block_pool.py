@@ -37,7 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
         return held + Counter(block for fence in self.fences for block in fence.block_ids)
 
     def forget(self, blocks: list[int]) -> None:
-        """What giving up one reference to each of `blocks`, last first, does to the model."""
+        """Drop one reference to each of `blocks` in the model, the last block first."""
         for block in reversed(blocks):
             if block not in self.refs():
                 if block in self.kept:
@@ -149,13 +149,13 @@ def test_a_free_block_cannot_be_acquired() -> None:
 
 
 def test_a_large_pool_keeps_some_blocks_free_ahead() -> None:
-    """The oldest go, few at a time, and what is left is not touched."""
+    """Eviction ahead takes the oldest blocks, a few at a time, and leaves all others untouched."""
     pool = new_pool(64 * 50 + NUM_RESERVED_BLOCKS)
     evicted: list[int] = []
     pool.on_evict = evicted.extend
     ids = pool.allocate(pool.capacity)
     assert ids is not None
-    pool.evict_ahead()  # there is nothing that could go
+    pool.evict_ahead()  # nothing can be evicted yet
     pool.keep(ids)
     pool.release(ids)
     num_free = []
@@ -189,7 +189,7 @@ def test_integrity_names_the_first_discrepancy(owners: dict[int, int], message: 
 
 
 def test_a_million_blocks_are_no_burden() -> None:
-    """Not a benchmark: it fails only if an operation is not O(1) a block."""
+    """Each operation is O(1) per block. Not a benchmark: the limit is generous."""
     started_s = time.perf_counter()
     pool = BlockPool(1 << 20, LocalGenerations(1 << 20))
     held = [pool.allocate(1000) for _ in range(1000)]

@@ -48,7 +48,8 @@ def test_the_pieces_are_still_there_when_they_are_copied(calls: list[list[list[i
 
 
 def test_nothing_is_left_for_the_collector(calls: list[list[list[int]]]) -> None:
-    """A long prompt has hundreds of such copies, and a collection of thousands is a pause."""
+    """A copy leaves no reference cycles: a long prompt has hundreds of copies, and collecting
+    thousands of cycles would pause the engine."""
     prepared(0)()
     gc.collect()
     gc.disable()

@@ -15,7 +15,7 @@ LAYOUT = KvLayout(32, 8, 16, 128, torch.bfloat16)  # 2 MiB a block
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Of 80 GiB; the engine has 20 reserved behind its largest step."""
+    """A GPU of 80 GiB, of which the engine's largest step has reserved 20 GiB."""
     memory = {"total": 80 * GIB, "others": 0, "reserved": 20 * GIB}
 
     def info(device: torch.device) -> tuple[int, int]:
@@ -44,7 +44,7 @@ def test_a_pool_fills_the_share_that_the_engine_was_given(gpu: dict[str, int]) -
 
 
 def test_the_share_is_the_engines_own(gpu: dict[str, int]) -> None:
-    """What another engine holds is in its own share."""
+    """Memory of another engine counts in that engine's share only."""
     gpu["others"] = 36 * GIB
     assert choose(0.45) == (36 - 20 - 1) * GIB
 

@@ -166,7 +166,7 @@ def test_a_directory_that_cannot_be_written_is_refused(
 
 
 def num_slots_of(directory: Path) -> int:
-    """Of 100 that are wanted."""
+    """The number of slots in `directory`, of 100 requested."""
     with contextlib.closing(open_slots(str(directory), 100 * SLOT, BLOCK, "model")) as slots:
         return slots.num_slots
 

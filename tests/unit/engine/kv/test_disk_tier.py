@@ -38,7 +38,7 @@ def content_of(block_hash: BlockHash) -> bytes:
 
 
 class Rig:
-    """`num_host` host blocks and `num_disk` slots. What is in them is compared with the hashes."""
+    """`num_host` host blocks and `num_disk` slots, whose contents are compared with the hashes."""
 
     def __init__(self, num_host: int = 32, num_disk: int = 40) -> None:
         self.blocks = HostBlocks()
@@ -53,7 +53,7 @@ class Rig:
         self.poll()
 
     def enter(self, chain: int, length: int) -> None:
-        """A chain's first blocks come to host memory, as many as there is room for."""
+        """Enter the first `length` blocks of a chain in host memory, or as many as have room."""
         for n in range(length):
             if self.blocks.match([hash_of(chain, n)]) or self.is_expected(hash_of(chain, n)):
                 continue
@@ -70,7 +70,7 @@ class Rig:
         return [hash_of(chain, n) for n in range(length)]
 
     def read(self, chain: int, length: int) -> DiskRead | None:
-        """What is on disk behind what host memory has of it."""
+        """Read the blocks on disk that follow the chain's blocks in host memory."""
         hashes = self.hashes(chain, length)
         num_here = len(self.blocks.match(hashes))
         rest = hashes[num_here:]
@@ -93,7 +93,7 @@ class Rig:
         return ended
 
     def check(self) -> None:
-        """All that can be found is what it should be."""
+        """Every block found has the right content; each block and slot has one owner."""
         for block_hash, block in self.blocks._block_of.items():
             assert self.memory[block] == content_of(block_hash)
         tier, blocks = self.tier, self.blocks
@@ -140,7 +140,7 @@ def test_every_block_is_what_it_should_be(rng: random.Random, is_faulty: bool) -
 
 
 def test_the_oracle_of_hits() -> None:
-    """With room for all, and a disk that keeps up, whatever was evicted is found, as in a dict."""
+    """With room for all blocks and a disk that keeps up, every evicted block is found."""
     rig = Rig(num_host=32, num_disk=500)
     for chain in range(40):
         rig.enter(chain, 3)

@@ -1,4 +1,4 @@
-"""Host memory for blocks: pinned in the background, less of it if pinning is refused; copies."""
+"""Host memory for blocks: pinned in the background, fewer blocks if pinning is refused; copies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Pins:
-    """What was pinned; one may be held back, or refused."""
+    """Records what is pinned; a pin can be delayed or refused."""
 
     def __init__(self, num_fine: int = 1000) -> None:
         self.pinned: list[tuple[int, int]] = []
@@ -112,7 +112,8 @@ def test_address_space_that_is_refused(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_without_pinning_what_is_promised_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages are taken when they are first written: the system still reports them as free."""
+    """Unpinned pages are allocated when first written, so free memory as reported by the system
+    still includes blocks that were promised: they are subtracted."""
     spare = host_memory._SPARE_BYTES
     monkeypatch.setattr(host_memory, "free_host_bytes", lambda: spare + 9 * BLOCK)
     memory = HostMemory(BLOCK, 100 * BLOCK)

@@ -26,7 +26,7 @@ PROMPTS = [block_hashes(root_hash("toy"), [n] * NUM_BLOCKS, 1) for n in range(NU
 
 
 class Pool:
-    """`content`: by block, the hash whose KV it has, or None for somebody else's."""
+    """`content`: for each block the hash whose KV it holds, or None if overwritten by another."""
 
     def __init__(self) -> None:
         self.generations = LocalGenerations(NUM_RESERVED_BLOCKS + CAPACITY)
@@ -37,7 +37,7 @@ class Pool:
         self.running: list[list[int]] = []
 
     def compute(self, hashes: list[BlockHash]) -> None:
-        """A request computes a prompt of its own, and runs on."""
+        """A request computes a prompt in its own blocks and keeps running."""
         blocks = self.pool.allocate(len(hashes))
         if blocks is not None:
             self.content |= dict(zip(blocks, hashes, strict=True))
@@ -45,7 +45,7 @@ class Pool:
             self.running.append(blocks)
 
     def rewrite(self, chance: random.Random) -> None:
-        """Another one takes some blocks, writes, and is gone."""
+        """Another request takes some blocks, writes to them and ends."""
         blocks = self.pool.allocate(chance.randint(1, CAPACITY)) or []
         self.content |= dict.fromkeys(blocks)
         self.pool.release(blocks)
@@ -63,7 +63,8 @@ Pull = tuple[BorrowedPrefix, Fence | None, list[tuple[int, int]]]
 @pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "a source that lies"])
 @pytest.mark.parametrize("seed", range(4))
 def test_no_race_makes_a_wrong_block_visible(seed: int, is_pinned: bool) -> None:
-    """Without the pin, generations alone tell; with it they never need to."""
+    """No copy of a reused block is kept: without a pin, generations detect the reuse; with a pin,
+    no block is reused."""
     chance = random.Random(seed)
     source, target = Pool(), Pool()
     pulls: list[Pull] = []
@@ -109,7 +110,8 @@ def test_no_race_makes_a_wrong_block_visible(seed: int, is_pinned: bool) -> None
 
 
 def test_a_fetched_prefix_is_evicted_from_its_end() -> None:
-    """What was cached before the fetch is its beginning: without it the rest is of no use."""
+    """A fetched prefix is evicted from its end: the blocks cached before the fetch are its
+    beginning, without which the rest is of no use."""
     target = Pool()
     hashes = block_hashes(root_hash("toy"), [9] * CAPACITY, 1)
     target.compute(hashes[:3])
@@ -123,7 +125,7 @@ def test_a_fetched_prefix_is_evicted_from_its_end() -> None:
 
 
 class Watched:
-    """A source, and what a gateway has mirrored of it."""
+    """A source, and a gateway's mirror of its prefix cache."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
@@ -142,7 +144,7 @@ class Watched:
             self.mirror.take(encode(delta))
 
     def disturb(self) -> None:
-        """What runs between a look-up and a pin: evictions, reuse, the same prompt once more."""
+        """Actions between look-up and pin: evictions, reuse, the same prompt computed again."""
         for _ in range(self.chance.randint(0, 3)):
             match self.chance.choice(["rewrite", "rewrite", "compute", "end", "publish"]):
                 case "rewrite":
@@ -160,8 +162,8 @@ _MANY = [pytest.param(seed, 10_000, marks=pytest.mark.slow) for seed in range(1,
 
 @pytest.mark.parametrize(("seed", "num_races"), [(0, 1_000), *_MANY])
 def test_what_was_looked_up_and_is_no_longer_there_is_not_pinned(seed: int, num_races: int) -> None:
-    """Races: the blocks that a gateway found in its mirror have been given up, or given to others,
-    when they are to be pinned. What is pinned is what was looked up, and stays so."""
+    """Blocks found in a gateway's mirror may have been evicted or reused when they are to be
+    pinned: pinned blocks are those that were looked up, and keep their content."""
     chance = random.Random(seed)
     watched = Watched(chance)
     source, outcomes = watched.source, Counter[str]()

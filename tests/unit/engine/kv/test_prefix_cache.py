@@ -27,7 +27,7 @@ prompts = st.lists(st.integers(0, 1), min_size=BLOCK_SIZE, max_size=5 * BLOCK_SI
 
 
 class SetObserver:
-    """The hashes that are in the cache, as told by its events."""
+    """The hashes in the cache, according to its events."""
 
     def __init__(self) -> None:
         self.hashes: set[BlockHash] = set()
@@ -40,7 +40,7 @@ class SetObserver:
 
 
 def prefixes(tokens: Prefix) -> list[Prefix]:
-    """One per full block: all tokens up to its end."""
+    """One prefix per full block: all tokens up to the block's end."""
     return [tokens[: i + BLOCK_SIZE] for i in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE)]
 
 
@@ -49,7 +49,7 @@ def hashes_of(tokens: Prefix) -> list[BlockHash]:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Prompts come, share what is cached, compute and store the rest, and go."""
+    """Prompts arrive, share cached blocks, compute and store the rest, and end."""
 
     @initialize()
     def start(self) -> None:
@@ -57,7 +57,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS, LocalGenerations(NUM_BLOCKS))
         self.cache = PrefixCache(self.pool, observer=self.observer)
         self.block_of: dict[Prefix, int] = {}  # the oracle's cache
-        self.ages: list[Prefix] = []  # unreferenced ones, the oldest first
+        self.ages: list[Prefix] = []  # unreferenced blocks, the oldest first
         self.live: list[list[int]] = []
 
     def oracle_match(self, tokens: Prefix) -> list[int]:

@@ -137,13 +137,13 @@ def mapped_pools() -> int:
 
 
 def test_closing_gives_the_memory_back_once_the_last_tensor_is_gone() -> None:
-    gc.collect()  # those of other tests
+    gc.collect()  # tensors of other tests
     before = mapped_pools()
     pool = CpuKvMemory(LAYOUT, 10)
     tensor = pool.tensor
     pool.close()
     assert mapped_pools() == before + 1
-    tensor[3] = 2.0  # would be a crash if the pool were unmapped under it
+    tensor[3] = 2.0  # would crash if the pool were unmapped
     del tensor, pool
     gc.collect()
     assert mapped_pools() == before

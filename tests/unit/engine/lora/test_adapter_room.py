@@ -1,5 +1,5 @@
-"""Which adapter has which slot, which requests wait, and what leaves host memory; copies are
-recorded, not executed.
+"""Which adapter has which slot, which requests wait, and which adapters leave host memory; copies
+are recorded, not executed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class User:
 
 @dataclass
 class Copies:
-    """`lora.adapter_room.Adapters`: what host memory and the slots have."""
+    """`lora.adapter_room.Adapters` that records the contents of host memory and the slots."""
 
     host: set[str] = field(default_factory=set)
     slots: dict[int, str] = field(default_factory=dict)
@@ -130,7 +130,7 @@ def test_host_memory_gives_up_what_was_used_longest_ago_and_is_in_no_use() -> No
         room.keep(host("e"))
     assert not room.has_room_for("e") and room.has_room_for("d")
     assert copies.forgotten == ["e"], "nobody will ask for what was read"
-    room.keep(host("d"))  # it is there
+    room.keep(host("d"))  # it is in host memory already
     room.leave(second)
     room.keep(host("e"))
     assert copies.host == {"a", "b", "e"} and not room.has("d")
@@ -185,7 +185,7 @@ def test_a_slot_needs_no_copy_of_what_it_has() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_users(seed: int) -> None:
-    """Against the rules: a slot has one adapter, its users' own; all are served in the end."""
+    """With random users, a slot has one adapter, that of its users, and all users are served."""
     draw, max_loras = random.Random(seed), 1 + seed % 3
     digests = "abcdef"
     copies, room = room_with(*digests, max_loras=max_loras, max_host=len(digests))
@@ -214,7 +214,7 @@ def test_random_users(seed: int) -> None:
 
 
 def engine_with(room: AdapterRoom[Sequence], *digests: str) -> Engine:
-    """With these adapters in host memory."""
+    """An engine with these adapters in host memory."""
     for digest in digests:
         room.keep(host(digest))
     return Engine(
@@ -230,7 +230,8 @@ def engine_with(room: AdapterRoom[Sequence], *digests: str) -> Engine:
 
 
 def test_what_is_held_needs_no_slot() -> None:
-    """A puller may come late, or never; others with their adapters are computed meanwhile."""
+    """A held request occupies no adapter slot: its puller may come late or never, and requests with
+    other adapters are computed meanwhile."""
     copies = Copies()
     room = AdapterRoom[Sequence](copies, 1, 4)
     engine = engine_with(room, "a", "b")
@@ -249,7 +250,7 @@ def test_what_is_held_needs_no_slot() -> None:
 
 @pytest.mark.parametrize("hold", [False, True])
 def test_what_waits_for_a_slot_is_among_the_decodes_that_a_promise_counts(*, hold: bool) -> None:
-    """Unless it is to decode elsewhere."""
+    """A request waiting for a slot counts as a decode, unless it will decode elsewhere."""
     room = AdapterRoom[Sequence](Copies(), 1, 4)
     engine = engine_with(room, "a", "b")
     engine.add(user("a", 1).request)

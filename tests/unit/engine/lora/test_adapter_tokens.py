@@ -28,7 +28,7 @@ PROMPTS = [[5 + 7 * i % 300 for i in range(n)] for n in (37, 20, 3)]
 
 @dataclass(frozen=True)
 class World:
-    """A small model, adapters of it, and the tokens of each merged model."""
+    """A small model, adapters for it, and the tokens of each merged model."""
 
     base: Path
     paths: dict[str, Path]
@@ -99,7 +99,7 @@ def engine(world: World) -> Iterator[LocalEngine]:
 
 
 def mixed(world: World, engine: LocalEngine) -> dict[str, list[list[int]]]:
-    """Tokens of all prompts with each adapter and without, computed at once."""
+    """Tokens of all prompts with each adapter and without one, computed in one run."""
     adapters = {
         name: engine.load_adapter(name, str(path)) if name else None
         for name, path in {"": None, **world.paths}.items()
@@ -181,7 +181,7 @@ def test_preempted_requests_keep_their_adapter(world: World) -> None:
     engine = lora(world.base, num_kv_blocks=24, max_model_len=80, enable_prefix_caching=False)
     outputs_of(
         engine, [request(PROMPTS[2], n, num_tokens=1) for n in range(64)]
-    )  # "outputs are short"
+    )  # so that outputs are expected to be short
     assert mixed(world, engine) == world.expected
     assert engine.engine.stats.totals().num_preemptions > 0
     engine.close()

@@ -168,7 +168,7 @@ def test_a_file_that_changes_while_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[Path, Path], None],
 ) -> None:
-    """Its tensors would be those of before, under the digest of what came."""
+    """A file changed while it is read is refused: old tensors would get the new file's digest."""
     folder = write_adapter(tmp_path / "one", base, seed=1)
     other = write_adapter(tmp_path / "two", base, seed=2) / adapter_files.FILE
     os.utime(folder / adapter_files.FILE, (1e9, 1e9))

@@ -32,17 +32,17 @@ SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 64}
 
 
 def read(folder: Path, architecture: str, **changes: Any) -> ModelConfig:
-    """A hand-written config.json."""
+    """The model config read from a hand-written config.json."""
     values = SIZES | {"architectures": [architecture]} | changes
     (folder / "config.json").write_text(json.dumps(values))
     return read_model_config(folder)
 
 
-KIN = {"MiMoForCausalLM": "Qwen2ForCausalLM"}  # not in transformers: whose decoder it has
+KIN = {"MiMoForCausalLM": "Qwen2ForCausalLM"}  # not in transformers: has this decoder
 
 
 def written(folder: Path, architecture: str, **changes: Any) -> ModelConfig:
-    """What transformers writes, read back."""
+    """The model config read back from what transformers writes."""
     config_class = getattr(transformers, KIN.get(architecture, architecture)).config_class
     config_class(architectures=[architecture], **(SIZES | changes)).save_pretrained(folder)
     return read_model_config(folder)
@@ -100,7 +100,7 @@ def test_windows(tmp_path: Path, source: Any) -> None:
     assert source(tmp_path, mistral, sliding_window=None).windows == none
     for qwen in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         assert source(tmp_path, qwen, sliding_window=64).windows == none
-        assert source(tmp_path, qwen, **asked).windows == none  # the first 28 layers see all
+        assert source(tmp_path, qwen, **asked).windows == none  # the first 28 layers have no window
         assert source(tmp_path, qwen, **asked, max_window_layers=2).windows == upper
         assert source(tmp_path, qwen, **asked, max_window_layers=0).windows == everywhere
         kinds = ["sliding_attention", "full_attention"] * 2
@@ -173,7 +173,7 @@ def test_rope_parameters_by_layer_type(tmp_path: Path) -> None:
     differing = {"full_attention": linear, "sliding_attention": {"rope_theta": 1e4}}
     with pytest.raises(StartupFailed, match="differ between layer types"):
         read(tmp_path, "Qwen2ForCausalLM", rope_parameters=differing)
-    full = ["full_attention"] * 4  # then nobody asks for the other
+    full = ["full_attention"] * 4  # no layer uses the other RoPE
     config = read(tmp_path, "Qwen2ForCausalLM", rope_parameters=differing, layer_types=full)
     assert config.rope == wanted
 
@@ -227,7 +227,7 @@ def test_fingerprints_cover_all_that_changes_the_kv(tmp_path: Path) -> None:
         fingerprint(moe, **EXPERTS, mlp_only_layers=[0]),
     ]
     assert len(set(different)) == len(different)
-    # What changes no number: the limit, the type of the file, a window that is not used.
+    # These change no result: the length limit, the dtype of the file, a window that is not used.
     assert fingerprint(llama, max_position_embeddings=256, torch_dtype="float16") == different[0]
     assert fingerprint(qwen, sliding_window=64, max_window_layers=1) == fingerprint(qwen)
 

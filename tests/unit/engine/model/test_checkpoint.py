@@ -30,7 +30,7 @@ TENSORS = {
 
 
 def targets() -> dict[str, Target]:
-    """Row-major, column-major and a view into a merged matrix."""
+    """A view into a merged matrix, a bfloat16 tensor and a bias."""
     merged = torch.empty(9, 4)
     return {
         "a.weight": Target(merged[3:6]),

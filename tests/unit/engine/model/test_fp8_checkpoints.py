@@ -45,7 +45,7 @@ def config_of(folder: Path, **changes: Any) -> EngineConfig:
 
 
 def placement_of(folder: Path, quantization: str | None = None, **changes: Any) -> Placement:
-    """Where weights stay as they are in the file, or as --quantization makes them."""
+    """A placement that keeps weights quantised, as in the file or by --quantization."""
     found = read_model_config(folder, quantization).quantization
     settings: dict[str, Any] = {
         "device": torch.device("cpu"),
@@ -68,7 +68,7 @@ def loaded(folder: Path, placement: Placement) -> Decoder:
 
 
 def weights_of(model: Decoder) -> dict[str, torch.Tensor]:
-    """All projections by their place, as floats."""
+    """All projections as floats, by layer and name."""
     found = {}
     for index, layer in enumerate(model.layers):
         attention, mlp = layer.attention, layer.mlp
@@ -89,7 +89,7 @@ def weights_of(model: Decoder) -> dict[str, torch.Tensor]:
 def test_greedy_tokens_are_those_of_the_dequantised_model(
     tmp_path: Path, name: str, is_sharded: bool
 ) -> None:
-    # Of no multiple of 128 on purpose: a CPU takes any.
+    # Sizes are deliberately no multiples of 128: a CPU takes any.
     theirs = write_fp8_checkpoint(tmp_path, name, is_sharded=is_sharded, seed=2)
     config = config_of(tmp_path)
     engine = LocalEngine(config, ModelRunner(config))
@@ -423,7 +423,7 @@ def test_experts_are_those_of_the_file(tmp_path: Path, name: str, stays_quantise
 def test_ranks_share_experts(
     tmp_path: Path, name: str, stays_quantised: bool, is_whole: bool
 ) -> None:
-    """Whole ones, or a part of each."""
+    """Each rank holds whole experts, or a part of each expert."""
     write_fp8_checkpoint(tmp_path, name, **MIXTURE)
     config = read_model_config(tmp_path)
     check_divisible(config, 2, has_expert_parallel=is_whole, stays_quantised=stays_quantised)
@@ -448,7 +448,7 @@ def _check_parts(
         parts.append(experts_of(loaded(folder, placement)))
     gate_ups, downs = zip(*parts, strict=True)
     assert torch.equal(torch.cat(downs, dim=0 if is_whole else 2), whole[1])
-    if not is_whole:  # gates of all ranks, then what goes up
+    if not is_whole:  # the gates of all ranks, then their up projections
         gate_ups = [half for n in range(2) for half in (one.chunk(2, 1)[n] for one in gate_ups)]
     assert torch.equal(torch.cat(gate_ups, dim=0 if is_whole else 1), whole[0])
 

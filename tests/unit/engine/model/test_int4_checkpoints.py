@@ -48,7 +48,7 @@ def config_of(folder: Path, **changes: Any) -> EngineConfig:
 
 
 def placement_of(folder: Path, quantization: str | None = None, **changes: Any) -> Placement:
-    """Where weights stay packed, or as --quantization makes them."""
+    """A placement that keeps weights packed, as in the file or by --quantization."""
     settings: dict[str, Any] = {
         "device": torch.device("cpu"),
         "dtype": torch.float32,
@@ -73,7 +73,7 @@ def loaded(folder: Path, placement: Placement) -> Decoder:
 
 
 def weights_of(model: Decoder) -> dict[str, torch.Tensor]:
-    """All projections by their place, as floats."""
+    """All projections as floats, by layer and name."""
     found = {}
     for index, layer in enumerate(model.layers):
         attention, mlp = layer.attention, layer.mlp
@@ -108,7 +108,7 @@ def greedy(engine: LocalEngine) -> tuple[tuple[int, ...], list[int]]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_greedy_tokens_are_those_of_the_dequantised_model(tmp_path: Path, name: str) -> None:
-    # Of no multiple of 128 where groups allow it: a CPU takes any.
+    # No multiples of 128 where the groups allow it: a CPU takes any size.
     sizes = ALIGNED if FORMATS[name].group_size in (64, 128) else UNALIGNED
     theirs = write_int4_checkpoint(tmp_path, name, is_sharded="zeros" in name, seed=2, **sizes)
     config = config_of(tmp_path)
@@ -129,7 +129,7 @@ def test_weights_are_those_of_the_file(tmp_path: Path, name: str, stays_quantise
     weight, state = model.layers[0].attention.qkv.weight, theirs.state_dict()
     assert isinstance(weight, Int4Weight if stays_quantised else torch.Tensor)
     for place, found in weights_of(model).items():
-        # A scale of 24 bits behind the point loses eight of them where it stays packed.
+        # A float32 scale has 24 significant bits and loses eight of them if weights stay packed.
         rtol = 2**-16 if FORMATS[name].scale_dtype == torch.float32 and stays_quantised else 0
         torch.testing.assert_close(found, expected_of(state, place), rtol=rtol, atol=0)
     assert torch.equal(model.lm_head.weight, state["lm_head.weight"])
@@ -163,7 +163,7 @@ def test_each_rank_has_its_part(tmp_path: Path, name: str, stays_quantised: bool
 
 
 def test_a_rank_s_part_of_a_head_may_begin_within_a_word(tmp_path: Path) -> None:
-    """Of 328 tokens each of two ranks has 164: 20 words of zeros and a half."""
+    """Of 328 tokens, each of two ranks has 164: 20.5 words of packed zero points."""
     sizes = ALIGNED | {"vocab_size": 328}
     theirs = write_int4_checkpoint(tmp_path, "gptq, groups of 64, its head", **sizes)
     parts = []
@@ -203,7 +203,7 @@ def test_quantised_at_load_to_the_nearest_alike_on_all_ranks(tmp_path: Path) -> 
     for place, weight in found.items():
         expected = expected_of(state, place)
         largest = expected.unflatten(1, (-1, 128)).abs().amax(2).repeat_interleave(128, 1)
-        # The largest may be out of reach, of a scale that is better for all others.
+        # The largest weight may be clipped, if a smaller scale is better for all others.
         assert ((weight - expected).abs() <= largest * 0.22).all()
         assert 0.05 < (weight - expected).norm() / expected.norm() < 0.11
     assert torch.equal(model.lm_head.weight, state["lm_head.weight"])
@@ -216,7 +216,7 @@ def test_quantised_at_load_to_the_nearest_alike_on_all_ranks(tmp_path: Path) -> 
 
 
 def test_quantised_at_load_of_no_whole_groups(tmp_path: Path) -> None:
-    """The last group has fewer; no kernel's layout has them, and they become floats."""
+    """A matrix whose last group is incomplete fits no kernel's layout and becomes floats."""
     write_checkpoint(tmp_path, **UNALIGNED)
     packed_or_not = [
         weights_of(loaded(tmp_path, placement_of(tmp_path, "int4", stays_quantised=stays)))
@@ -331,7 +331,7 @@ def test_what_is_wrong_is_named_before_memory_is_taken(
 
 
 def test_what_is_no_harm_is_taken(tmp_path: Path) -> None:
-    """Biases of zeros of an older tool; no order where none was asked for."""
+    """Zero biases (of an older tool) and a missing g_idx without desc_act are accepted."""
     write_int4_checkpoint(tmp_path, "gptq", **ALIGNED)
     damage(tmp_path, {f"{Q}.bias": torch.zeros(256), f"{Q}.g_idx": None})
     ModelRunner(config_of(tmp_path)).close()
@@ -342,7 +342,7 @@ def test_an_order_that_is_asked_for_must_be_there(tmp_path: Path) -> None:
     settings = json.loads((tmp_path / "config.json").read_text())
     settings["quantization_config"]["desc_act"] = True
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    ModelRunner(config_of(tmp_path)).close()  # it is the usual order
+    ModelRunner(config_of(tmp_path)).close()  # the g_idx in the file is the usual order
     damage(tmp_path, {f"{Q}.g_idx": None})
     with pytest.raises(StartupFailed, match=rf"lacks the tensor {Q}\.g_idx"):
         ModelRunner(config_of(tmp_path))
@@ -493,7 +493,7 @@ def test_experts_are_those_of_the_file(tmp_path: Path, name: str, stays_quantise
 def test_ranks_share_experts(
     tmp_path: Path, name: str, stays_quantised: bool, is_whole: bool
 ) -> None:
-    """Whole ones, or a part of each."""
+    """Each rank holds whole experts, or a part of each expert."""
     write_int4_checkpoint(tmp_path, name, **MIXTURE)
     config = read_model_config(tmp_path)
     check_divisible(config, 2, has_expert_parallel=is_whole, stays_quantised=stays_quantised)
@@ -513,14 +513,14 @@ def check_parts(
         parts.append(experts_of(model))
     (gate_up, down), (gate_ups, downs) = experts_of(whole), zip(*parts, strict=True)
     assert torch.equal(torch.cat(downs, dim=0 if is_whole else 2), down)
-    if not is_whole:  # gates of all ranks, then what goes up
+    if not is_whole:  # the gates of all ranks, then their up projections
         gate_ups = [half for n in range(2) for half in (one.chunk(2, 1)[n] for one in gate_ups)]
     assert torch.equal(torch.cat(gate_ups, dim=0 if is_whole else 1), gate_up)
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
 def test_experts_are_quantised_at_load(tmp_path: Path, is_merged: bool) -> None:
-    """Alike packed or not, and on all ranks."""
+    """Experts quantised at load are equal packed or not, and on any number of ranks."""
     state = write_checkpoint(tmp_path, **MIXTURE, save_original_format=not is_merged).state_dict()
     whole = [
         loaded(tmp_path, placement_of(tmp_path, "int4", stays_quantised=stays))
@@ -539,7 +539,7 @@ def test_experts_are_quantised_at_load(tmp_path: Path, is_merged: bool) -> None:
 
 
 def test_experts_whose_parts_no_kernel_has_become_floats(tmp_path: Path) -> None:
-    """Both matrices, where a rank has not a multiple of 128 of the inner dimension."""
+    """Both matrices become floats if a rank's part of the inner dimension is no multiple of 128."""
     write_checkpoint(tmp_path, **(MIXTURE | {"moe_intermediate_size": 128}))
     assert are_packed(loaded(tmp_path, placement_of(tmp_path, "int4")))
     changes = {"communicator": rank_of(1, 2), "has_expert_parallel": False}
@@ -591,7 +591,7 @@ def test_dummy_experts_are_the_same_packed_or_not(tmp_path: Path) -> None:
     ],
 )
 def test_the_bytes_of_experts_are_known(tmp_path: Path, name: str | None, inner: int) -> None:
-    """Packed or not."""
+    """The predicted bytes of expert weights are right for packed and unpacked layouts."""
     sizes, quantization = MIXTURE | {"moe_intermediate_size": inner}, None
     if name is None:
         write_checkpoint(tmp_path, **sizes)
@@ -620,7 +620,7 @@ def test_experts_are_dequantised(tmp_path: Path) -> None:
 
 
 def test_layers_multiply_as_their_dequantised_weights_do(tmp_path: Path) -> None:
-    """The reference operations, with packed weights."""
+    """The reference operations with packed weights equal products with the dequantised weights."""
     write_int4_checkpoint(tmp_path, "awq", **ALIGNED)
     placement = placement_of(tmp_path)
     model = loaded(tmp_path, placement)

@@ -62,7 +62,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 def both(
     folder: Path, scaling: dict[str, Any], theta: float = 5000.0
 ) -> tuple[LlamaConfig, RopeConfig]:
-    """One configuration as transformers has it, and as we read what transformers writes."""
+    """One configuration as transformers' object, and as read from the file transformers writes."""
     theirs = LlamaConfig(
         hidden_size=192,
         num_attention_heads=4,

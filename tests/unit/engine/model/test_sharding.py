@@ -46,7 +46,7 @@ DRAWN = SampleSpec(SamplingParams(temperature=0.9, top_k=40), key=123)
 
 
 class Ranks:
-    """The runners of one engine, each in a thread of its own."""
+    """The runners of one engine, each in its own thread."""
 
     def __init__(self, config: EngineConfig, size: int) -> None:
         self._threads = ThreadPoolExecutor(size)
@@ -59,11 +59,11 @@ class Ranks:
         )
 
     def execute(self, batch: list[SequenceSlice]) -> list[list[SampledToken | None]]:
-        """Of each rank."""
+        """The sampled tokens of each rank."""
         return list(self._threads.map(lambda runner: execute(runner, batch), self.runners))
 
     def logits(self, piece: SequenceSlice) -> list[torch.Tensor]:
-        """Of each rank, [tokens, vocab]."""
+        """The logits of each rank, [tokens, vocab]."""
 
         def compute(runner: ModelRunner) -> torch.Tensor:
             steps = runner._steps
@@ -96,7 +96,7 @@ def name_of(index: int) -> str:
     return f"{name}: {size}{', experts whole' if index >= NUM_PLAIN else ''}"
 
 
-# RoPE is each head's own, and what ranks share is no other than in the cases that are quick.
+# RoPE is applied per head, and the quick cases cover all that ranks share.
 SLOW = {
     *("llama, linear rope: 2", "llama, llama3 rope: 2", "mistral, no window: 2"),
     *("qwen3-moe, every second layer: 2", "qwen3: 4", "llama, biases, sharded: 4"),
@@ -157,7 +157,7 @@ def test_chunks_and_decodes_give_the_same_tokens_on_all_ranks(pair: Pair) -> Non
 
 
 def test_a_decode_gives_the_same_bits_alone_and_in_a_batch(pair: Pair) -> None:
-    """Sums over the ranks are in their order, whatever the size of the step."""
+    """Sums over the ranks are in rank order, whatever the size of the step."""
     decodes = []
     for index, length in enumerate((3, 20, 14)):
         ids, table = list(range(length + 1)), [2 + 2 * index, 3 + 2 * index]
@@ -169,7 +169,7 @@ def test_a_decode_gives_the_same_bits_alone_and_in_a_batch(pair: Pair) -> None:
 
 
 def test_pools_hold_the_heads_of_their_rank(pair: Pair) -> None:
-    """Put together by their ranges, they are the pool of one rank."""
+    """Put together by their head ranges, the ranks' pools are the pool of one rank."""
     piece = SequenceSlice(list(range(9)), 0, [6], None)
     pair.alone.execute([piece])
     pair.shared.execute([piece])
@@ -241,7 +241,7 @@ def test_experts_whole_need_experts_that_divide(tmp_path: Path) -> None:
 
 
 def test_all_ranks_count_the_same_choices(tmp_path: Path) -> None:
-    """And leave the padding out."""
+    """All ranks count the same expert choices, without those of padding rows."""
     write_checkpoint(tmp_path, **VARIANTS["qwen3-moe, a dense layer"])
     config = EngineConfig(
         model=str(tmp_path), device="cpu", num_kv_blocks=40, enable_expert_parallel=True

@@ -20,7 +20,7 @@ from baton.engine.model.stages import layer_ranges
 from baton.engine.model.weights.placement import Placement
 from baton.prefill_node import engine_main as prefill
 
-LAYER = 2 * 8 * 4 * (2 + 1) + 3 * 8 * 16  # weights of one, by the sizes below
+LAYER = 2 * 8 * 4 * (2 + 1) + 3 * 8 * 16  # weights of one layer, by the sizes below
 
 
 def config_of(folder: Path, **changes: object) -> ModelConfig:
@@ -55,11 +55,11 @@ def sizes(config: ModelConfig, num_stages: int) -> list[int]:
     ("num_layers", "vocab_size", "expected"),
     [
         (6, 10, [2, 2, 2]),
-        (7, 10, [2, 3, 2]),  # the longest is the one without an embedding
+        (7, 10, [2, 3, 2]),  # the middle stage has no embedding or head
         (8, 10, [3, 3, 2]),
         # An LM head as large as two layers.
         (7, 2 * LAYER // 8, [3, 3, 1]),
-        (4, 9 * LAYER // 8, [1, 2, 1]),  # nothing makes the last one cheaper than the head
+        (4, 9 * LAYER // 8, [1, 2, 1]),  # the last stage costs at least the head
     ],
 )
 def test_the_head_counts(
@@ -94,7 +94,7 @@ def test_a_prefill_node_is_balanced_for_prompts(
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_layers", [4, 5, 7])
 def test_no_division_is_better(tmp_path: Path, num_layers: int, num_stages: int) -> None:
-    """Against all divisions: what the slowest stage reads, then what the largest one holds."""
+    """No division has a faster slowest stage or, at equal speed, a smaller largest stage."""
     config = config_of(tmp_path, num_hidden_layers=num_layers, vocab_size=70)
 
     def cost(counts: tuple[int, ...]) -> tuple[int, int]:

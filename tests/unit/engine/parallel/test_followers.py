@@ -33,7 +33,7 @@ HANDLES = [b"", bytes(range(256))]
 
 
 class World:
-    """RankGroup over two channels; `lost` and `lines` get what is reported of them."""
+    """RankGroup over two channels; `lost` and `lines` collect what it reports of the ranks."""
 
     def __init__(
         self, timeout_s: float = TIMEOUT_S, start_timeout_s: float = START_TIMEOUT_S
@@ -46,14 +46,14 @@ class World:
         self.followers = RankGroup(ours, timeout_s, start_timeout_s, self.lost.put, self.lines.put)
 
     def configured(self) -> list[RankMessage]:
-        """Start both ranks; what they get."""
+        """Start both ranks and return the messages that they receive."""
         self.followers.configure([b"one", b"two"])
         messages = [message for rank in self.ranks if (message := rank.receive()) is not None]
         assert [bytes(message.payload) for message in messages] == [b"one", b"two"]
         return messages
 
     def connecting(self) -> RankProgress:
-        """Let both ranks be loaded and meet; their progress."""
+        """Let both ranks load and connect; returns their progress."""
         messages = self.configured()
         for rank, message, handle in zip(self.ranks, messages, HANDLES, strict=True):
             rank.send(MessageKind.ANSWER, handle, order=message.order)
@@ -66,7 +66,7 @@ class World:
         return RankProgress(messages[0].fds[0], 2)
 
     def serving(self) -> RankProgress:
-        """Let both ranks serve; their progress."""
+        """Let both ranks serve; returns their progress."""
         progress = self.connecting()
         for number in (1, 2):
             progress.add(number)
@@ -165,7 +165,7 @@ def test_a_rank_that_ends_is_lost(world: World) -> None:
 
 
 def test_a_step_whose_device_waits_for_a_lost_rank_is_not_waited_for(world: World) -> None:
-    """On a GPU a sum that a rank has no part in never ends."""
+    """A step fails once a rank is lost: on a GPU, an all-reduce without it never completes."""
 
     class Runner:
         def launch(self, batch: object) -> Runner:
@@ -183,7 +183,8 @@ def test_a_step_whose_device_waits_for_a_lost_rank_is_not_waited_for(world: Worl
 
 
 def test_nobody_waits_for_answers_of_ranks_that_have_been_let_go() -> None:
-    """As a thread that reads an adapter while the engine ends: the process waits for its end."""
+    """A thread waiting for ranks (to read an adapter, as the engine ends) gets an error when the
+    group closes; else the process could not exit."""
     world = World()
     told: queue.SimpleQueue[BatonError] = queue.SimpleQueue()
 
@@ -202,7 +203,7 @@ def test_nobody_waits_for_answers_of_ranks_that_have_been_let_go() -> None:
 
 
 def test_ranks_that_are_killed_on_purpose_are_not_lost() -> None:
-    """What ended the engine is sent already; a second word for it would be another one."""
+    """Ranks killed on purpose are not reported as lost: the engine's error is sent already."""
     world = World()
 
     class Process:
@@ -224,7 +225,7 @@ def test_ranks_that_are_killed_on_purpose_are_not_lost() -> None:
 def test_no_rank_is_left_behind_by_a_start_that_fails(
     monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    """The second process cannot be started; or nothing can be made that leads both."""
+    """All started ranks are killed if the second process or the RankGroup cannot be created."""
     ends: list[socket.socket] = []
     killed: list[int] = []
 
@@ -283,7 +284,7 @@ def test_a_rank_that_takes_nothing_is_lost_and_one_with_nothing_to_take_is_not(
 def test_the_time_that_rank_0_stands_still_is_nobody_s(
     monkeypatch: pytest.MonkeyPatch, is_serving: bool
 ) -> None:
-    """A host that was frozen goes on where it was: the ranks have had no time to take anything."""
+    """Time for which the host was frozen is not counted: the ranks could take no step."""
     world, frozen_s = World(60.0, 60.0), 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + frozen_s)
     monkeypatch.setattr(rank_group, "time", clock)
@@ -292,7 +293,7 @@ def test_the_time_that_rank_0_stands_still_is_nobody_s(
         world.followers.send(MessageKind.STEP, b"step")
     for seconds in (0.0, 1000.0):
         frozen_s = seconds
-        for line in (b"one", b"two"):  # behind the second it has looked at them
+        for line in (b"one", b"two"):  # rank 0 has checked the ranks by the second line
             world.ranks[0].send(MessageKind.LINE, line)
             world.lines.get(timeout=5)
     assert world.lost.empty()
@@ -301,7 +302,7 @@ def test_the_time_that_rank_0_stands_still_is_nobody_s(
 
 
 def test_a_rank_may_load_for_as_long_as_it_comes_further(world: World) -> None:
-    """And one that is loaded may wait for it without a word."""
+    """A rank may load as long as it reports progress; a loaded rank may wait for it silently."""
     one, two = world.ranks
     messages = world.configured()
     one.send(MessageKind.ANSWER, order=messages[0].order)
@@ -315,11 +316,12 @@ def test_a_rank_may_load_for_as_long_as_it_comes_further(world: World) -> None:
 
 
 def test_to_say_that_it_lives_is_not_to_come_further(world: World) -> None:
-    """A rank of another host says so from its first moment on, whatever it waits for."""
+    """Liveness is not progress of a start: a rank on another host reports it from its first moment
+    on, whatever it waits for."""
     messages, until_s = world.configured(), time.monotonic() + 5 * START_TIMEOUT_S
     while world.lost.empty() and time.monotonic() < until_s:
         for rank in world.ranks:
-            with suppress(OSError):  # it was lost meanwhile
+            with suppress(OSError):  # the rank is lost already
                 rank.send(MessageKind.TAKEN, bytes(8))
         time.sleep(START_TIMEOUT_S / 20)
     assert not world.lost.empty(), "they may go on for ever"
@@ -355,7 +357,7 @@ def test_a_step_that_fails_by_itself_keeps_its_own_message(
 
 
 def test_a_start_that_fails_over_a_rank_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What broke off at rank 0 may be heard before the rank's end is."""
+    """A failed start names the lost rank, even if rank 0's own error comes first."""
     world, is_asked = World(), threading.Event()
     explain = world.followers.explain
 

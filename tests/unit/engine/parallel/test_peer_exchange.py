@@ -1,4 +1,4 @@
-"""The memory that the GPUs of one engine share: no GPU, the allocations are simulated."""
+"""The memory that the GPUs of one engine share; no GPU is used, allocations are simulated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Allocation:
-    """A piece of memory; `frees` has an entry for each time it was given back."""
+    """Simulated memory; `frees` has an entry for each call of `free`."""
 
     def __init__(self, num_bytes: int = 8, device: torch.device = CPU) -> None:
         self.address, self.frees, self.num_bytes = 1000, [], num_bytes
@@ -70,7 +70,7 @@ def test_what_is_sent_is_added_up_the_way_it_went(
     for num_rows in (33, 40, 64):
         x, residual = (torch.empty(num_rows, n, dtype=torch.bfloat16) for n in (16, dim))
         assert peers.send_product(x, weight, None)
-        if __debug__:  # these are assertions
+        if __debug__:  # only assertions check this
             with pytest.raises(AssertionError):
                 peers.send_product(x, weight, None)
             with pytest.raises(AssertionError):

@@ -35,7 +35,7 @@ NUM_TOKENS = number(16, 20)
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    """Chunks shorter than the prompts, and not enough blocks for all requests."""
+    """Chunks are shorter than the prompts, and there are too few blocks for all requests."""
     folder = tmp_path_factory.mktemp("checkpoint")
     write_checkpoint(folder, head_dim=16, num_hidden_layers=NUM_LAYERS)
     write_byte_tokenizer(folder)
@@ -58,7 +58,7 @@ def load(config: EngineConfig, **changes: object) -> LocalEngine:
 
 
 def requests() -> list[Request]:
-    """A shared prefix in front of every way to sample."""
+    """Requests with a shared prefix, one for each way to sample."""
     prefix = tuple(range(3, 53))
     number = Constraint(ConstraintKind.REGEX, "[0-9]{3}-[a-f]{2,9}")
     ways = [
@@ -85,7 +85,7 @@ def requests() -> list[Request]:
 
 
 class Outcome:
-    """All that a run of an engine gave, the prompts cached or not."""
+    """All outputs of an engine, first with uncached and then with cached prompts."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self.tokens: dict[str, list[int]] = {}
@@ -164,7 +164,7 @@ def test_blocks_come_back_from_host_memory_on_every_stage(
 ) -> None:
     monkeypatch.setattr(OutputLengthEstimator, "estimate", lambda *_: 1)
     monkeypatch.setattr(CopyCost, "pays", lambda *_: True)
-    # Steps of the same sizes however long they take: who is preempted follows from that.
+    # Steps have the same sizes however long they take, as these decide which request is preempted.
     monkeypatch.setattr(StepCostEstimator, "estimate", lambda _: None)
     engine = load(config, pipeline_parallel_size=3, swap_space=0.02)
     try:
@@ -197,7 +197,7 @@ def test_a_failure_of_any_stage_is_reported_by_its_rank(
 def test_a_stage_that_hangs_is_named_in_time(
     config: EngineConfig, ranks: list[PlayedProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one behind it waits for it, but is not the one to blame."""
+    """The hanging stage is named, not the next one, which only waits for it."""
     engine = load(config, pipeline_parallel_size=3, rank_timeout_s=0.5)
     launch = ranks[0].runner.launch
 
@@ -219,7 +219,7 @@ def test_a_stage_that_hangs_is_named_in_time(
 def test_a_stage_may_wait_for_a_slow_one(
     config: EngineConfig, ranks: list[PlayedProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two slow stages in front of it take longer than any may."""
+    """A stage may wait for two slow stages in front of it for longer than its own time limit."""
     engine = load(config, pipeline_parallel_size=4, rank_timeout_s=0.5)
     for rank in ranks[:2]:
         launch = rank.runner.launch

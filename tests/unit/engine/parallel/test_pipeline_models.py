@@ -18,7 +18,7 @@ from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 
-# Embeddings shared by the ends; windows of some layers; experts in some layers, and in one tensor.
+# Embeddings tied across stages; windows in some layers; experts in some layers, or in one tensor.
 NAMES = [
     "qwen2, tied",
     "qwen2, yarn, window of the upper layers",

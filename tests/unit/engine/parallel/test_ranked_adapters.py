@@ -1,4 +1,4 @@
-"""The other ranks have the same adapters as rank 0; a file is a name here, and its digest."""
+"""The other ranks have the same adapters as rank 0; here a file's name is also its digest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from baton.engine.scheduling.sequence import Sequence
 
 
 class Memory:
-    """A rank's adapters in place of RankAdapters. `errors`: what reading a file raises."""
+    """A rank's adapters in place of RankAdapters. `errors`: raised when a path is read."""
 
     def __init__(self) -> None:
         self.host: set[str] = set()
@@ -76,7 +76,7 @@ class World:
             handlers[message.kind](message)
 
     def read(self, path: str) -> HostAdapter:
-        """In time."""
+        """Read an adapter on all ranks, within 5 s."""
         found: list[HostAdapter | Exception] = []
 
         def run() -> None:
@@ -94,7 +94,7 @@ class World:
         return found[0]
 
     def settle(self) -> None:
-        """Until the others have taken all that was sent to them."""
+        """Wait until the other ranks have processed all that was sent to them."""
         for channel in self._ours:
             channel.shutdown(socket.SHUT_WR)
         for thread in self._threads:
@@ -117,7 +117,7 @@ def world() -> Iterator[World]:
 
 
 def test_an_eviction_spares_what_was_read_again(world: World) -> None:
-    """Rank 0 keeps what was read later than the others have read it."""
+    """Rank 0 keeps adapters later than all ranks read them; all still hold the same."""
     room = AdapterRoom[Sequence](world.adapters, 1, 2)
     reads = [world.read(path) for path in ("a", "b", "c", "a", "b", "c")]
     for read in reads:

@@ -65,7 +65,7 @@ slices = st.builds(
 
 
 def plain(piece: SequenceSlice) -> dict[str, object]:
-    """What the receiving rank looks at, comparable."""
+    """The fields that the receiving rank uses, in comparable form."""
     fields: dict[str, object] = {
         name: getattr(piece, name) for name in ("start", "follows", "first_prompt_target")
     }
@@ -117,7 +117,7 @@ def test_the_counts_may_change_once_they_are_encoded() -> None:
 
 
 def test_a_decode_step_is_small() -> None:
-    """64 sequences of 4096 tokens: their block tables and little else."""
+    """A decode step of 64 sequences of 4096 tokens is little more than its block tables."""
     spec = SampleSpec(dataclasses.replace(SamplingParams(), temperature=0.0), 5)
     batch = [SequenceSlice([1], 4095, list(range(256)), spec)] * 64
     tables_bytes = 64 * 256 * 4
@@ -126,7 +126,7 @@ def test_a_decode_step_is_small() -> None:
 
 
 def test_no_field_of_a_step_is_forgotten() -> None:
-    """Who adds one sends it too, or says here why the other ranks need not know it."""
+    """Every field of a step is sent, or listed here as not needed by other ranks."""
     assert set(SequenceSlice._fields) == {
         "token_ids",
         "start",
@@ -147,7 +147,7 @@ def test_no_field_of_a_step_is_forgotten() -> None:
         *("constraint", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos"),
         *("min_tokens", "prompt_logprobs", "use_beam_search", "best_of", "early_stopping"),
         *("num_beam_groups", "speculative"),
-        "allowed_token_ids",  # which are `allowed` in its specs
+        "allowed_token_ids",  # sent as `allowed` in the specs
     }
     numbers = {name for name, one in SAMPLING.items() if isinstance(one.default, float)}
     sent = numbers | {"top_k", "logit_bias", "logprobs"}

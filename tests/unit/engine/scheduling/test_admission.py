@@ -18,7 +18,7 @@ from baton.engine.scheduling.sequence import Sequence
 
 
 def simulated_peak(footprints: list[Footprint], block_size: int) -> int:
-    """Live through every step, with a name for every block, and count distinct names."""
+    """Simulate every step with a name for each block, and count the distinct names alive."""
     names: list[list[object]] = [list(f.block_ids) for f in footprints]
     peak = 0
     for step in range(max((f.num_growth_tokens for f in footprints), default=0) + 1):
@@ -37,7 +37,7 @@ def simulated_peak(footprints: list[Footprint], block_size: int) -> int:
 
 @st.composite
 def footprint_sets(draw: st.DrawFn) -> tuple[list[Footprint], int]:
-    """Sequences of a few families; members of one share some of its leading blocks."""
+    """Sequences of a few families; those of one family share some leading blocks."""
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
     footprints = []
     for i in range(draw(st.integers(0, 8))):
@@ -91,7 +91,7 @@ def new_sequence(num_tokens: int, max_tokens: int, *, is_held: bool = False) -> 
 
 @pytest.fixture
 def admission() -> Admission:
-    """10 blocks of 4 tokens; 4 blocks may be held."""
+    """Admission for 10 blocks of 4 tokens, of which 4 may be held."""
     limits = EngineLimits(12, block_size=4, max_model_len=100, max_held_blocks=4)
     return Admission(limits, OutputLengthEstimator())
 
@@ -115,7 +115,7 @@ def test_a_candidate_with_nobody_to_wait_for_fits(admission: Admission) -> None:
 
 
 def test_a_candidate_fits_to_the_last_block(admission: Admission) -> None:
-    # Each will write 4 + 17 - 1 = 20 slots: 5 blocks.
+    # Each sequence will write 4 + 17 - 1 = 20 slots: 5 blocks.
     other = admission.footprints([new_sequence(4, 17)])
     assert admission.fits(new_sequence(4, 17), [], other)
     assert not admission.fits(new_sequence(5, 17), [], other)

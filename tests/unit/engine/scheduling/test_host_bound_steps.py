@@ -63,8 +63,7 @@ def engine_on(device: Device) -> Engine:
 
 
 def run(kernels_s: float, *, promise_s: float | None) -> tuple[Engine, list[float]]:
-    """Requests that come for a while; the engine behind them, and the times between steps with
-    tokens."""
+    """Serve requests for SECONDS; returns the engine and the times between steps with tokens."""
     chance, device = random.Random(1), Device(kernels_s=kernels_s)
     engine = engine_on(device)
     engine.promise.tbt_target_s = promise_s
@@ -113,7 +112,8 @@ def test_what_is_learned_of_steps_is_what_they_take(
 
 
 def test_steps_that_each_hide_the_end_of_the_one_before_are_learned_too() -> None:
-    """Long prompts alone: to launch them takes longer than to compute them."""
+    """Step costs are learned even if each launch hides the end of the step before: here from long
+    prompts alone, which take longer to launch than to compute."""
     device = Device(kernels_s=0.07)
     engine = engine_on(device)
 
@@ -142,7 +142,7 @@ def test_a_promise_is_kept(kernels_s: float) -> None:
 
 @dataclass
 class Behind(Device):
-    """A step begins on the device once it is launched; prompts make that take longer."""
+    """A device that starts a step once it is launched; prompts take longer to launch."""
 
     idle_s: float = 0.0
 
@@ -187,7 +187,8 @@ def test_a_prompt_that_joins_decodes_is_launched_before_they_end() -> None:
 
 
 def test_what_an_idle_device_waits_for_is_no_part_of_a_step() -> None:
-    """Requests one by one: nothing hides the launch of their prompts."""
+    """The wait of an idle device for a launch is not part of a step's cost: requests come one by
+    one, so nothing hides the launch of their prompts."""
     device = Behind()
     engine = engine_on(device)
 

@@ -152,8 +152,8 @@ def test_a_step_of_all_that_will_decode(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_step_fills_the_graph_that_it_is_padded_to(
     monkeypatch: pytest.MonkeyPatch, target_s: float, rows: int
 ) -> None:
-    """The promise leaves place for 400, 120 and 100 rows; what is beyond the largest is no graph's,
-    and what is below the smallest is padded to it."""
+    """The promise allows 400, 120 or 100 rows: a step takes the largest graph size within that. A
+    step above the largest graph uses none, and one below the smallest is padded to it."""
     sizes = (128, 256, 384, 512) if rows == 120 else (64, 128, 256, 384, 512)
     made = bench(monkeypatch, target_s, graph_rows=sizes)
     for index in range(4):
@@ -177,7 +177,8 @@ def test_a_step_beyond_the_largest_graph_is_as_large_as_it_may_be(
 def test_a_step_is_in_a_graph_where_its_launch_takes_too_long(
     monkeypatch: pytest.MonkeyPatch, launch_s: float, rows: int
 ) -> None:
-    """There are graphs with more rows, but not for more tokens of prompts."""
+    """A step whose launch takes too long is limited to a graph: there are graphs with more rows,
+    but none with more prompt tokens."""
     made = bench(monkeypatch, 0.012, graph_rows=(64, 128, 256, 384, 512), graph_prompt_tokens=300)
     costs = made.scheduler.promise._step_costs
     costs.observe_launch(StepShape(num_prompt_tokens=500), launch_s)
@@ -195,13 +196,13 @@ def test_a_step_is_in_a_graph_where_its_launch_takes_too_long(
         ({512: 0.8}, 512),
         ({512: 0.9}, 384),
         ({384: 1.2}, 256),
-        ({384: 1.2, 256: 1.6, 128: 9.0, 64: 9.0}, 64),  # the least that a prompt can have
+        ({384: 1.2, 256: 1.6, 128: 9.0, 64: 9.0}, 64),  # the smallest size of a step with a prompt
     ],
 )
 def test_what_steps_of_a_graph_took_decides_about_it(
     monkeypatch: pytest.MonkeyPatch, overruns: dict[int, float], rows: int
 ) -> None:
-    """By the estimate there is place for 400; steps of some graphs are known to differ from it."""
+    """The estimate allows 400 rows; known overruns of some graph sizes change the choice."""
     made = bench(monkeypatch, 0.012, graph_rows=(64, 128, 256, 384, 512))
     costs = made.scheduler.promise._step_costs
     monkeypatch.setattr(costs.overruns, "_by_rows", overruns)
@@ -227,7 +228,8 @@ def test_what_steps_take_longer_than_expected_is_kept_free(
 def test_a_prompt_is_cut_by_what_it_sees_of_its_cached_prefix(
     monkeypatch: pytest.MonkeyPatch, num_before: int, graph_rows: tuple[int, ...]
 ) -> None:
-    """Each of its tokens takes longer for that; one that shares its step sees nothing yet."""
+    """A prompt behind a cached prefix gets fewer tokens, as each attends to the prefix; another
+    prompt in the same step has no prefix yet."""
     target_s = 0.012
     made = bench(monkeypatch, target_s, graph_rows=graph_rows)
     cost = dataclasses.replace(COST, pair_s=1e-7)

@@ -90,7 +90,8 @@ def test_while_others_wait_a_prompt_has_no_short_last_chunk() -> None:
 
 @pytest.mark.parametrize("num_computed", [0, 24, 32])
 def test_behind_a_prompt_on_the_device_one_has_no_short_last_chunk(num_computed: int) -> None:
-    """The engine is busy, though nobody waits any more when the prompt is planned."""
+    """While a prompt runs on the device, the next one is not planned with a short last chunk, even
+    if no other request waits: the engine is busy."""
     bench = Bench(budget=16, chunk=64)
     a = bench.add(32, first_id=100)
     assert bench.step() == {"a": 24}
@@ -158,7 +159,7 @@ def test_a_large_chunk_has_no_other_prompt_beside_it() -> None:
 
 
 def test_known_tokens_of_a_decode_are_scheduled_together_and_can_be_rolled_back() -> None:
-    """Several tokens a step, and computed ones taken back."""
+    """Several known tokens of a decode are computed in one step, and can be rolled back."""
     bench = Bench()
     a = bench.add(3)
     bench.step()
@@ -181,7 +182,7 @@ def test_at_most_max_num_seqs_run() -> None:
 
 
 def test_no_overtaking() -> None:
-    """c would fit, but b is before it."""
+    """A request that would fit (c) does not overtake an earlier one that does not (b)."""
     bench = Bench(capacity=6)
     a = bench.add(16, first_id=100)
     bench.add(16, first_id=200)
@@ -207,7 +208,7 @@ def test_the_latest_are_preempted_and_the_earlier_comes_back_first() -> None:
     for first_id in (200, 300):
         bench.add(4, first_id=first_id)
     assert bench.step() == {"a": 4, "b": 4, "c": 4}
-    assert bench.step() == {"a": 1}  # in c's block; after that b finds only itself to preempt
+    assert bench.step() == {"a": 1}  # in c's block; b can then only preempt itself
     assert bench.scheduler.preemption.num_preemptions == 2
     assert [s.request.request_id for s in bench.scheduler.queues.waiting] == ["b", "c"]
     bench.scheduler.remove(a)
@@ -221,7 +222,7 @@ def test_a_half_computed_prompt_is_preempted_first_and_once() -> None:
     prompt = bench.add(16, first_id=200)
     assert bench.step() == {"a": 1, "b": 5}
     c = bench.add(3, first_id=300)
-    bench.scheduler.queues.waiting.remove(c)  # it begins to decode here, later than the prompt came
+    bench.scheduler.queues.waiting.remove(c)  # its decode begins here, after the prompt arrived
     c.num_computed_tokens = c.num_launched_tokens = c.num_prefill_tokens = 3
     assert bench.scheduler._tables.grow(c)
     bench.scheduler.queues.run(c)
@@ -242,7 +243,7 @@ def test_a_preempted_sequence_finds_its_blocks_in_the_cache() -> None:
     a = bench.add(8, first_id=100)
     b = bench.add(8, first_id=200)
     bench.step()
-    assert bench.step() == {"a": 1}  # took the last block; b had none to take but its own
+    assert bench.step() == {"a": 1}  # it took the last block; b can only preempt itself
     assert b.state is SequenceState.WAITING and b.num_tokens - b.num_computed_tokens == 9
     bench.scheduler.remove(a)
     assert bench.step() == {"b": 1}
@@ -280,7 +281,7 @@ def test_what_was_pulled_outlives_a_preemption_before_the_first_step() -> None:
     b.state = SequenceState.COMING
     bench.scheduler.add(b)
     assert bench.scheduler.reserve() is b
-    assert [bench.step() for _ in range(2)] == [{"a": 1}, {"a": 1}]  # its block is full
+    assert [bench.step() for _ in range(2)] == [{"a": 1}, {"a": 1}]  # a's block is full
     b.token_ids.append(9)
     bench.scheduler.start(b)
     assert bench.step() == {"a": 1} and b.state is SequenceState.WAITING
@@ -351,7 +352,8 @@ def test_credit_stops_held_admissions() -> None:
 
 
 def test_the_estimate_keeps_out_what_would_not_fit_later() -> None:
-    """Two sequences of 8 tokens that grow by 8 fill 8 blocks at their end."""
+    """A request is not admitted if the estimated growth does not fit: two sequences of 8 tokens
+    that grow by 8 fill 8 blocks at their end."""
     for capacity, expected in [(8, {"a": 8, "b": 8}), (7, {"a": 8})]:
         bench = Bench(capacity=capacity, guess=9)
         bench.add(8, first_id=100)

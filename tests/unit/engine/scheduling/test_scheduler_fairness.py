@@ -11,7 +11,7 @@ from baton.engine.scheduling.sequence import Sequence, SequenceState
 
 
 class CallerBench(Bench):
-    """Requests have callers; tokens of different requests are different."""
+    """Requests have callers; different requests have different tokens."""
 
     def of(self, caller_id: int, num_tokens: int, *, is_held: bool = False) -> Sequence:
         first_id = 1000 * len(self.sequences)
@@ -20,7 +20,7 @@ class CallerBench(Bench):
         return sequence
 
     def prefill_step(self) -> dict[str, int]:
-        """A step as of a prefill node: what has its first token is gone."""
+        """A step as on a prefill node: sequences with their first token are removed."""
         planned = self.step()
         for sequence in [*self.scheduler.queues.held]:
             self.scheduler.remove(sequence)

@@ -21,7 +21,7 @@ def prompt(num_tokens: int, context: int = 0) -> StepShape:
 
 
 def _beside(num_tokens: int) -> StepShape:
-    """A part of a prompt beside eight decodes."""
+    """A chunk of a prompt beside eight decodes."""
     return StepShape(num_decodes=8, keys=8000).with_prompt(num_tokens, 1000)
 
 
@@ -30,7 +30,7 @@ def linear_s(shape: StepShape) -> float:
 
 
 def gpu_s(shape: StepShape) -> float:
-    """Roughly an 8B model: weights are read in 4.2 ms, or arithmetic takes longer."""
+    """Roughly an 8B model: bound by reading weights (4.2 ms) or by arithmetic."""
     products_s = max(4.2e-3, 21e-6 * shape.num_rows)
     return 0.3e-3 + products_s + 9.5e-10 * shape.pairs + 3.1e-8 * shape.keys
 
@@ -102,8 +102,8 @@ def test_what_lies_between_two_sizes_is_on_the_line_between_them() -> None:
 
 
 def test_a_few_rows_behind_a_knot_say_nothing_of_the_slope_there() -> None:
-    """What an engine's first steps come to, where a step of both kinds takes longer than the sum of
-    its parts and the largest one, of 528 rows, is such a step."""
+    """The shapes of an engine's first steps: mixed steps take longer than the sum of their parts,
+    and the largest, of 528 rows, is mixed; it must not set the slope beyond 512 rows."""
     decodes = [StepShape(num_decodes=n, keys=n * 256) for n in (1, 16, 64, 128, 256)]
     beside = [StepShape(num_decodes=16, keys=16_384).with_prompt(n, 0) for n in (64, 256, 512)]
     shapes = [*decodes, *map(prompt, (16, 64, 128, 256, 512)), prompt(512, 4096), *beside]
@@ -114,7 +114,7 @@ def test_a_few_rows_behind_a_knot_say_nothing_of_the_slope_there() -> None:
 
 @pytest.mark.parametrize(("step_s", "pair_s"), [(0.0025, 0.0), (0.0, 1e-9), (0.001, 1e-9)])
 def test_what_both_kinds_take_in_one_step_is_told_apart(step_s: float, pair_s: float) -> None:
-    """Of a mixture whose two kinds of attention are in each other's way."""
+    """The extra cost of mixed steps is estimated apart from that of their decodes and prompts."""
 
     def device(shape: StepShape) -> float:
         is_mixed = bool(shape.num_decodes and shape.num_prompt_tokens)
@@ -132,8 +132,9 @@ def test_what_both_kinds_take_in_one_step_is_told_apart(step_s: float, pair_s: f
 def test_prompts_seen_beside_decodes_alone_say_what_they_take_without(
     device: Callable[[StepShape], float],
 ) -> None:
-    """What an engine comes to that takes whole requests: half of what pairs cost is no part of what
-    both kinds take more in one step, only since no prompt was alone."""
+    """The cost of prompts alone is estimated even if all were seen beside decodes, as in an engine
+    that serves whole requests: pair costs are not attributed to mixing just because no prompt was
+    alone."""
     chance = random.Random(1)
     seen = [any_shape(chance, "dm") for _ in range(2000)]
     others = [any_shape(chance, "p") for _ in range(300)]
@@ -198,7 +199,7 @@ def test_how_much_longer_mixed_steps_take_than_expected_is_known() -> None:
     shapes = [any_shape(chance, "pdm") for _ in range(600)]
 
     def device(shape: StepShape) -> float:
-        """In a third of the mixed steps something takes a fifth longer."""
+        """A third of the mixed steps takes a fifth longer."""
         is_longer = shape.num_decodes and shape.num_prompt_tokens and shape.pairs % 3 == 0
         return linear_s(shape) * (1.2 if is_longer else 1.0)
 
@@ -211,7 +212,8 @@ def test_how_much_longer_mixed_steps_take_than_expected_is_known() -> None:
 
 @pytest.mark.parametrize("num_mixed", [12, 40, 256])
 def test_one_pause_is_none_of_few_steps_either(num_mixed: int) -> None:
-    """Nor is it of those of its size, or of a first step that compiles."""
+    """One pause among few steps raises no overrun factor, neither the general one nor that of its
+    size, and neither does a first step that compiles."""
     estimator = StepCostEstimator()
     shapes = [prompt(16), prompt(2048)] * 70 + [_beside(n) for n in (64, 256, 512, 700)] * 64
     num_before = 140
@@ -234,7 +236,7 @@ def test_what_many_steps_have_is_no_pause() -> None:
 
 
 def test_an_overrun_is_of_what_is_expected_now() -> None:
-    """A device that has become slower is late until that is learned, and no longer."""
+    """A device that becomes slower has overruns only until its new costs are learned."""
     chance = random.Random(7)
     shapes = [_beside(n) for n in (64, 256, 512)] * 90
     estimator = StepCostEstimator()
@@ -246,7 +248,8 @@ def test_an_overrun_is_of_what_is_expected_now() -> None:
 
 
 def test_steps_of_one_size_have_their_own() -> None:
-    """Those of 520 rows take a tenth less than a smooth estimate says, the others do not."""
+    """Each step size has its own overrun factor: steps of 520 rows take a tenth less than a smooth
+    estimate, the others do not."""
     chance = random.Random(8)
     shapes = [_beside(chance.choice((100, 300, 512, 700, 900))) for _ in range(800)]
     estimator = played(shapes, lambda s: linear_s(s) * (0.9 if s.num_rows == 520 else 1.0))

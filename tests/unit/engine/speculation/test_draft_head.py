@@ -1,5 +1,5 @@
-"""Draft heads of small models, of EAGLE-3 and for multi-token prediction: their drafts against the
-formula, their KV through a hand-off, outputs as without them, refusals.
+"""Draft heads of small models, of EAGLE-3 and for multi-token prediction: drafts equal the
+formula's, KV is handed over, outputs equal those without a head, bad heads are refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BLOCKS, MOST = 120, 4
 
 @dataclass
 class Files:
-    """A model and its head; `drafts`: what the formula drafts behind tokens, so many."""
+    """A model and its head; `drafts(tokens, n)` computes n drafts behind tokens by the formula."""
 
     drafts: Callable[[Sequence[int], int], list[int]]
     method: str
@@ -91,7 +91,7 @@ def runner(files: Files) -> Iterator[ModelRunner]:
 
 
 class Recorder(DraftModelProposer):
-    """Keeps what was drafted behind which tokens."""
+    """Records the tokens of each sequence and the drafts behind them."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner, MOST)
@@ -105,7 +105,7 @@ class Recorder(DraftModelProposer):
 
 
 class Optimist(OutputLengthEstimator):
-    """Memory runs out, and preemption must repair it."""
+    """Estimates outputs as one token, so that memory runs out and sequences are preempted."""
 
     def estimate(self, num_generated: int, max_tokens: int) -> int:
         return 1
@@ -163,7 +163,7 @@ def acceptance(engine: Engine) -> float:
 
 
 def test_drafts_are_those_of_the_formula(files: Files, runner: ModelRunner) -> None:
-    """Prompts in chunks, several sequences in a step, whatever was accepted before."""
+    """Drafts equal the formula's for chunked prompts, batches, and any drafts accepted before."""
     recorder = Recorder(runner)
     engine = engine_of(runner, recorder, enable_prefix_caching=False)
     outputs(engine, requests())
@@ -179,7 +179,8 @@ def test_drafts_are_those_of_the_formula(files: Files, runner: ModelRunner) -> N
 def test_outputs_are_those_without_a_head(
     files: Files, runner: ModelRunner, temperature: float, num_blocks: int
 ) -> None:
-    """With memory for all, and with preemptions; the second time out of the prefix cache."""
+    """Outputs equal those without a head: with and without preemptions, and from the
+    prefix cache."""
     asked = requests(temperature)
     plain_runner = files.runner(has_head=False)
     plain = outputs(engine_of(plain_runner, None), asked)
@@ -194,8 +195,8 @@ def test_outputs_are_those_without_a_head(
 def test_acceptance_behind_a_hand_off_is_that_of_one_engine(
     files: Files, runner: ModelRunner
 ) -> None:
-    """The head's KV is a layer of the blocks; but for the first step the drafts are the same.
-    A clock that stands still: all drafts pay."""
+    """The head's KV is a layer of the handed-over blocks, so drafts are the same except in the
+    first step. The clock stands still, so that all drafts pay."""
     asked = requests(num=10, max_tokens=number(60, 120))
     recorder = Recorder(runner)
     same: dict[str, Any] = {

@@ -41,7 +41,7 @@ def config(model: str = "demo", draft: str | None = "demo-draft", **fields: Any)
 
 
 class Recorder(DraftModelProposer):
-    """Keeps what was drafted behind which tokens."""
+    """Records the tokens of each sequence and the drafts behind them."""
 
     found: list[tuple[str, list[int], list[int]]]
 
@@ -101,7 +101,8 @@ def run(engine: Engine) -> dict[str, list[int]]:
 
 
 def test_drafts_are_what_the_draft_model_says_alone(demo: LocalEngine) -> None:
-    """Whatever was accepted before: all its KV is that of the tokens that there are."""
+    """Drafts equal the draft model's own output: its KV is that of the sequence's tokens, whatever
+    was accepted before."""
     engine, recorder = engine_of(demo)
     asked = {one.key: one for one in requests((0.0, 0.8, 0.0, 0.8))}
     for one in asked.values():
@@ -127,7 +128,7 @@ def test_drafts_are_what_the_draft_model_says_alone(demo: LocalEngine) -> None:
 
 
 def test_blocks_hold_the_kv_of_both_and_carry_it_over(demo: LocalEngine) -> None:
-    """The decode side drafts what one engine would, from the first step on."""
+    """Blocks carry the draft model's KV: from its first step, a puller drafts as one engine."""
     engine, recorder = engine_of(demo)
     for one in requests():
         engine.add(one)
@@ -167,8 +168,8 @@ def test_blocks_hold_the_kv_of_both_and_carry_it_over(demo: LocalEngine) -> None
 
 
 def second_turn(demo: LocalEngine, *, is_first_drafted: bool) -> tuple[list[int], float]:
-    """Its tokens, and how many of its drafts are accepted, of a chat whose first turn is cached."""
-    demo.runner.kv.tensor.normal_(generator=torch.Generator().manual_seed(3))  # KV of nothing
+    """The tokens of a second turn whose first turn is cached, and its share of accepted drafts."""
+    demo.runner.kv.tensor.normal_(generator=torch.Generator().manual_seed(3))  # random KV
     engine, _ = engine_of(demo)
     first, other = requests((0.0, 0.0))
     sampling = replace(first.sampling, max_tokens=90, speculative=is_first_drafted)
@@ -186,7 +187,8 @@ def second_turn(demo: LocalEngine, *, is_first_drafted: bool) -> tuple[list[int]
 
 
 def test_a_second_turn_is_drafted_as_if_the_first_had_been(demo: LocalEngine) -> None:
-    """What was decoded without drafts is cached without the draft model's KV: it is made up for."""
+    """A turn decoded without drafts is cached without the draft model's KV; that KV is computed
+    later, and the next turn's acceptance is the same."""
     tokens, share = second_turn(demo, is_first_drafted=True)
     others, other_share = second_turn(demo, is_first_drafted=False)
     assert others == tokens
@@ -225,7 +227,7 @@ def test_another_vocabulary_of_the_same_size_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_draft_model_with_fewer_kv_heads_computes_what_it_does_alone(tmp_path: Path) -> None:
-    """Each of its heads lies in the blocks as often as it takes; dummy weights of both."""
+    """Draft KV heads are repeated in the blocks to match the target's; both have random weights."""
     sizes = {"vocab_size": 97, "head_dim": 16, "hidden_size": 64}
     write_checkpoint(tmp_path / "target", num_attention_heads=8, num_key_value_heads=4, **sizes)
     write_checkpoint(tmp_path / "draft", num_attention_heads=4, num_key_value_heads=1, **sizes)

@@ -29,7 +29,7 @@ from baton.engine.speculation.lengths import best_lengths
 from baton.engine.speculation.proposer import Context
 from baton.engine.speculation.speculator import Speculator
 
-# An 8B model on an H200: weights take 4 ms, arithmetic more from 150 rows on.
+# An 8B model on an H200: weights take 4 ms to read, arithmetic takes more from 150 rows on.
 H200 = StepCost(4.2e-3, (*(2e-6,) * 5, 3e-6, 13e-6, *(21e-6,) * 3), key_s=2.5e-8, max_rows=512)
 MOST = 4
 
@@ -50,7 +50,7 @@ MOST = 4
 def test_the_best_of_all_choices(
     chances: list[list[float]], wait_s: float, most: int, draft_s: float, num_prompt_tokens: int
 ) -> None:
-    """Beside a prompt, too."""
+    """The chosen draft lengths have the best goodput of all choices, also beside a prompt."""
     prompt = (num_prompt_tokens, 50 * num_prompt_tokens)
     beside = StepShape(*prompt, num_decodes=len(chances), keys=100)
     cost = StepCost(1e-3, (3e-4,) * 10, 1e-6, key_s=1e-6, mixed_s=2e-3, mixed_pair_s=1e-6)
@@ -84,7 +84,7 @@ def test_chances_follow_what_was_accepted() -> None:
 
 
 class _Fixed(StepCostEstimator):
-    """Knows what steps take."""
+    """An estimator with known step costs."""
 
     def estimate(self) -> StepCost:
         return H200
@@ -92,14 +92,14 @@ class _Fixed(StepCostEstimator):
 
 @dataclass
 class _Coin:
-    """Drafts that are right with probability `rate`, where there are any: in `share` of steps."""
+    """Drafts that are right with probability `rate`; there are drafts in `share` of steps only."""
 
     rate: float
     share: float = 1.0
     max_drafts: int = MOST
     takes_steps: bool = False
     clock: FakeClock = field(default_factory=FakeClock)
-    draft_s: float = 0.0  # of each draft of the longest
+    draft_s: float = 0.0  # for each token of the longest draft
     random: random.Random = field(default_factory=lambda: random.Random(1))
 
     def propose(self, contexts: list[Context]) -> list[list[int]]:
@@ -113,7 +113,7 @@ class _Coin:
 
 
 class _Queues:
-    """What a speculator looks at: sequences that decode."""
+    """The decoding sequences that a speculator looks at."""
 
     def __init__(self, batch: int) -> None:
         self.running = [_sequence(str(index)) for index in range(batch)]
@@ -138,7 +138,7 @@ def seconds(batch: int, num_drafts: int) -> float:
 
 
 def fixed_speed(batch: int, rate: float, k: int, wait_s: float, draft_s: float = 0.0) -> float:
-    """Tokens a second with k drafts, always."""
+    """Tokens per second with k drafts in every step."""
     tokens = batch * sum(rate**i for i in range(k + 1))
     return tokens / (seconds(batch, k * batch) + (wait_s if k else 0.0) + k * draft_s)
 
@@ -146,7 +146,7 @@ def fixed_speed(batch: int, rate: float, k: int, wait_s: float, draft_s: float =
 def played_speed(
     batch: int, coin: _Coin, wait_s: float, num_steps: int, *, head_s: float = 0.0
 ) -> float:
-    """Tokens a second; each draft of the longest takes `head_s` more, which no cost tells."""
+    """Tokens per second; each token of the longest draft takes `head_s`, not in the step cost."""
     queues = _Queues(batch)
     limits = EngineLimits(10**6, 16, 10**9, max_num_seqs=512, max_num_batched_tokens=8192)
     speculator = Speculator(coin, limits, _Fixed(), None, (), coin.clock, runs_ahead=True)
@@ -191,7 +191,8 @@ def test_adaptive_is_as_good_as_the_best_fixed_length(batch: int, rate: float) -
     ("batch", "rate", "draft_s"), half([1, 8, 64], [0.0, 0.3, 0.6, 0.9], [4e-4, 2e-3])
 )
 def test_drafts_of_a_model_are_as_many_as_pay(batch: int, rate: float, draft_s: float) -> None:
-    """Each of the longest takes a step of the draft model, which is measured."""
+    """Nearly the best number of drafts is chosen, where each token of the longest draft takes a
+    measured step of a draft model."""
     coin = _Coin(rate, takes_steps=True, draft_s=draft_s)
     played = played_speed(batch, coin, 3e-4, 1500 if batch < 64 else 250)
     fixed = [fixed_speed(batch, rate, k, 3e-4, draft_s) for k in range(MOST + 1)]
@@ -208,7 +209,7 @@ def test_drafts_that_take_longer_than_expected_cost_little(batch: int, rate: flo
 
 @pytest.mark.parametrize("batch", [1, 64])
 def test_few_drafts_cost_little(batch: int) -> None:
-    """Where there is seldom anything to draft, a runner that runs ahead does not wait for it."""
+    """If there is seldom anything to draft, a runner that runs ahead does not wait for drafts."""
     played = played_speed(batch, _Coin(0.5, share=0.01), 1e-3, 1500)
     assert played > 0.98 * fixed_speed(batch, 0.5, 0, 1e-3)
 

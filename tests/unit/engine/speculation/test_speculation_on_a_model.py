@@ -1,4 +1,4 @@
-"""Speculation on the bundled model on a CPU: token for token the output without it."""
+"""Speculation on the bundled model on a CPU: the same tokens as without it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CODE = "def area(self):\n    return self.width * self.height\n\ndef side(self):\
 
 
 class Demo:
-    """The bundled model, with any proposer."""
+    """An engine over the bundled model, with any proposer."""
 
     def __init__(self) -> None:
         config = EngineConfig(
@@ -153,9 +153,9 @@ def forks_of(request: Request) -> list[str]:
 
 
 def test_acceptance_by_a_shared_key_and_what_it_costs() -> None:
-    """A draft that is drawn by its position's key equals the target's token as often as two Gumbel
-    maxima of the same noise do, a little less than rejection sampling would accept, and the output
-    is the target's own draw: its distribution, whatever is drafted."""
+    """A draft drawn with its position's key equals the target's token as often as two Gumbel maxima
+    over the same noise, slightly less often than rejection sampling would accept, and the output
+    has the target's distribution, whatever is drafted."""
     generator = torch.Generator().manual_seed(3)
     target = torch.randn(12, generator=generator) * 1.5
     draft = target + torch.randn(12, generator=generator) * 0.7

@@ -1,4 +1,4 @@
-"""The protocol of `nccl`, with lanes of the test: pairs, verdicts, stalls, new pairs."""
+"""The protocol of `nccl` with simulated lanes: pairs, verdicts, stalls, new pairs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BLOCK_BYTES, NUM_BLOCKS, NUM_ROWS = 768, 12, 4
 
 @dataclass
 class Fabric:
-    """Wires between ends that were given the same id. `break_next`: a send that gets nowhere."""
+    """Queues between ends with the same id. `break_next`: the next send fails."""
 
     wires: dict[bytes, queue.Queue[bytes]] = field(default_factory=dict)
     ids: Iterator[int] = field(default_factory=itertools.count)
@@ -60,7 +60,7 @@ class Fabric:
 
 
 class FakeLane:
-    """See `nccl_lane.NcclLane`: over a queue."""
+    """`nccl_lane.NcclLane` over a queue."""
 
     def __init__(self, fabric: Fabric, pool: HostPool, cut: BlockCut, pair_id: bytes) -> None:
         self._fabric, self._wire = fabric, fabric.wire(pair_id)
@@ -144,7 +144,7 @@ def world(our_block_bytes: int = BLOCK_BYTES) -> Iterator[World]:
     server.close()
     while any(thread.name == "newcomer" for thread in threading.enumerate()):
         pass
-    assert fabric.num_open == 0  # whatever happened, both ends of every pair were closed
+    assert fabric.num_open == 0  # both ends of every pair were closed, whatever happened
     reader.close()
     source.close()
     ours.close()
@@ -183,7 +183,7 @@ def test_a_rewrite_while_it_is_sent_is_stale() -> None:
 
 
 def test_a_reallocated_block_is_stale_and_its_pair_goes_on() -> None:
-    """It travels all the same: both ends launched before they could know."""
+    """A reallocated block is still sent, as both ends launch before they can notice."""
     with world() as w, w.window() as window:
         announced = w.pair(5, 3)
         w.source.generations.bump([5])
@@ -215,7 +215,7 @@ def test_a_connection_that_ends_fails_its_pull_at_once() -> None:
         begin_s = time.monotonic()
         w.fabric.break_next = True
         assert pull(window, w.pair(5, 3)) is PullOutcome.FAILED
-        assert time.monotonic() - begin_s < 1  # not when it has stalled for long enough
+        assert time.monotonic() - begin_s < 1  # long before the stall time-out
 
 
 def test_a_transfer_that_stalls_is_given_up() -> None:
@@ -224,7 +224,7 @@ def test_a_transfer_that_stalls_is_given_up() -> None:
         w.fabric.before_send.append(gone_on.wait)
         begin_s = time.monotonic()
         assert pull(window, w.pair(5, 3)) is PullOutcome.FAILED
-        assert 1 < time.monotonic() - begin_s < 5  # where others keep the machine busy
+        assert 1 < time.monotonic() - begin_s < 5  # longer on a busy machine
         gone_on.set()
         assert pull(window, w.pair(5, 3)) is PullOutcome.OK
 

@@ -57,7 +57,7 @@ def test_it_ends_when_either_end_hangs_up(ends: tuple[Stream, socket.socket], wh
 
 
 def test_silence_is_no_broken_connection(ends: tuple[Stream, socket.socket]) -> None:
-    """To connect again would be to wait again."""
+    """Silence does not count as a broken connection: to reconnect would be to wait again."""
     stream, theirs = ends
     with pytest.raises(HandoffFailed) as caught:
         stream.read(1, Deadline(0.02))

@@ -1,4 +1,4 @@
-"""The hand-off's messages as bytes: nothing is lost, and nothing malformed gets in."""
+"""The hand-off's messages as bytes: nothing is lost, and malformed messages are rejected."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HASHES = st.binary(min_size=16, max_size=16).map(BlockHash)
 
 @st.composite
 def refs(draw: st.DrawFn) -> BlockRefs:
-    """Blocks that follow each other; the last one may be partial."""
+    """Consecutive blocks, the last of which may be partial."""
     hashes = draw(st.lists(HASHES, max_size=5))
     num_blocks = len(hashes) + draw(st.integers(0, 1))
     ids, generations = (

@@ -80,7 +80,7 @@ OK, STALE, CANCELLED = PullOutcome.OK, PullOutcome.STALE, PullOutcome.CANCELLED
 
 
 class World:
-    """A puller with one source; linked, greeted and readable unless told otherwise."""
+    """A puller with one source: linked, greeted and with an open window if `is_ready`."""
 
     def __init__(self, *, is_ready: bool = True) -> None:
         self.clock = FakeClock()
@@ -118,7 +118,7 @@ class World:
         return self.feed(PullEnded(T, seq, outcome))
 
     def pull_one_chunk(self) -> None:
-        """The first of two chunks is being copied."""
+        """Bring the first of two chunks into transfer."""
         self.intend()
         self.manifest(0, 0, 2)
         self.reserve()
@@ -160,7 +160,7 @@ def test_pulls_chunk_by_chunk(world: World) -> None:
     assert world.intend() == [Send(SOURCE, Attach(T))]
     assert world.manifest(0, 0, 1) == [Reserve(T, "key1")]
     assert world.reserve() == [pull(0, 0, 1)]
-    assert world.manifest(1, 1, 3) == [pull(1, 1, 3)]  # beside the first
+    assert world.manifest(1, 1, 3) == [pull(1, 1, 3)]  # while the first is in flight
     assert world.end_pull(1, OK) == []
     assert world.end_pull(0, OK) == [
         Complete(T, "key1", STATE, reservation()),
@@ -201,7 +201,7 @@ def test_each_waits_for_memory_once_there_is_something_to_pull(world: World) -> 
     world.intend(2)
     assert world.manifest(0, 0, 3, number=2) == [Reserve(T2, "key2")]
     assert world.manifest(0, 0, 1, number=1) == [Reserve(T, "key1")]
-    assert world.manifest(1, 1, 3, number=1) == []  # it waits already
+    assert world.manifest(1, 1, 3, number=1) == []  # it is waiting already
     assert world.wait(1) == []
     assert world.reserve() == [pull(0, 0, 1), pull(1, 1, 3)]
     assert isinstance(only(world.reserve(number=2), StartPull), StartPull)
@@ -294,7 +294,8 @@ def test_a_pair_that_never_becomes_ready_fails_the_intent() -> None:
 
 
 def test_a_link_that_has_just_ended_is_waited_for_a_moment(world: World) -> None:
-    """Whoever sent the request did not know yet, and knows a better pair by then."""
+    """A hand-off waits briefly for a link that has just ended: the sender of the request did not
+    know yet, and will choose another pair later."""
     world.feed(PeerLost(SOURCE))
     world.intend(1)
     assert world.link() == [Send(SOURCE, Attach(T))], "it came back"
@@ -335,7 +336,8 @@ def test_a_window_that_opens_late_is_opened_once_for_the_first_transfer(moment: 
 
 
 def test_a_window_that_failed_is_not_wanted_again_at_once() -> None:
-    """For a prefix: each that is fetched in vain would cost the channel."""
+    """A source whose window failed counts as unlinked for a while: each prefix fetched in vain
+    would cost the channel."""
     world = World(is_ready=False)
     for is_open in (True, False):
         world.feed(PeerLinked(SOURCE, opens_late=True))
@@ -393,7 +395,7 @@ def test_the_last_copies_may_outlive_the_source(
     assert world.feed(PeerLost(SOURCE)) == [CloseWindow(SOURCE)]
     assert world.end_pull(0, OK) == []
     effects = world.end_pull(1, outcome)
-    assert sent(effects) == []  # there is nobody to release to
+    assert sent(effects) == []  # there is no peer to send a release to
     if is_good:
         only(effects, Complete)
     else:
@@ -422,9 +424,9 @@ def test_a_doubled_manifest_is_ignored(world: World) -> None:
     [
         manifest(2, 2, 3),  # a gap
         manifest(1, 1, 2),  # a block twice
-        Manifest(T, 1, refs(HASHES, 2, 4), LEASE_S, STATE),  # more than the prompt
+        Manifest(T, 1, refs(HASHES, 2, 4), LEASE_S, STATE),  # more blocks than the prompt has
         Manifest(T, 1, refs(prompt_hashes(12), 2, 3), LEASE_S, STATE),  # a hash too many
-        Manifest(T, 1, BlockRefs(), LEASE_S, STATE),  # the end before the end
+        Manifest(T, 1, BlockRefs(), LEASE_S, STATE),  # the last manifest before all blocks
     ],
 )
 def test_a_manifest_that_breaks_the_protocol_fails_the_transfer(
@@ -530,7 +532,7 @@ def test_what_comes_before_hello_belongs_to_an_older_stream() -> None:
 def test_messages_of_strangers_are_dropped(world: World) -> None:
     assert world.hear(Attach(T), "7" * 32) == []
     assert world.hear(Revoked("f" * 32, Cancelled(""))) == []
-    assert world.hear(hello(SOURCE)) == []  # a doubled Hello is no harm
+    assert world.hear(hello(SOURCE)) == []  # a repeated Hello is harmless
 
 
 def test_a_chunk_whose_step_is_seen_is_pulled_behind_it() -> None:

@@ -101,7 +101,7 @@ class World:
         return self.feed(Chunk(T, refs(HASHES, first, last), 4 * last, state))
 
     def hold(self) -> None:
-        """Offered, attached, computed: the lease runs."""
+        """Offer, attach and compute a prompt, so that its lease runs."""
         self.offer()
         self.hear(Attach(T))
         self.chunk(0, 3)
@@ -121,7 +121,7 @@ def sent(effects: list[SourceEffect]) -> list[Message]:
 
 
 def released(effects: list[SourceEffect]) -> type[BatonError] | None:
-    """The error class of the one ReleaseBlocks; None if the puller has taken everything."""
+    """The error class of the only ReleaseBlocks; None if the puller has pulled all blocks."""
     error = only(effects, ReleaseBlocks).error
     return None if error is None else type(error)
 
@@ -186,7 +186,7 @@ def test_an_attach_without_an_offer_is_revoked_after_one_lease(world: World) -> 
     assert world.wait(LEASE_S - 0.01) == []
     assert revoked(world.wait(0.01)) is UnknownTransfer
     world.assert_over()
-    assert released(world.offer()) is UnknownTransfer  # too late: nobody waits for it
+    assert released(world.offer()) is UnknownTransfer  # too late: the puller no longer waits
 
 
 def test_unattached_blocks_are_kept_one_lease_after_the_last_chunk(world: World) -> None:
@@ -272,7 +272,7 @@ def test_ends_at_any_point(
     assert released(effects) is (cancelled if end in ("release", "withdrawn") else NodeLost)
     revocations = [m for m in sent(effects) if isinstance(m, Revoked)]
     assert len(revocations) == (end == "withdrawn" and is_attached)
-    assert world.chunk(0, 1) == []  # a chunk that was under way
+    assert world.chunk(0, 1) == []  # a chunk that was in flight
     world.assert_over()
 
 
@@ -331,7 +331,7 @@ def test_an_early_attach_of_the_wrong_puller_yields_to_the_ticket(world: World) 
 def test_a_ticket_is_good_for_one_request(world: World) -> None:
     world.offer()
     second = world.feed(Offered(ticket(1), "other key", DEADLINE_S))
-    assert second == [ReleaseBlocks(T, "other key", None)]  # errors do not compare
+    assert second == [ReleaseBlocks(T, "other key", None)]  # errors are not compared
     assert released(second) is HandoffFailed
     world.hear(Attach(T))
     world.chunk(0, 3)
@@ -342,7 +342,7 @@ def test_a_ticket_of_another_incarnation_is_refused(world: World) -> None:
     foreign = ticket(1, source="4" * 32)
     world.hear(Attach(T))
     assert released(world.feed(Offered(foreign, "key", DEADLINE_S))) is UnknownTransfer
-    assert world.chunk(0, 1) == []  # a step that was under way
+    assert world.chunk(0, 1) == []  # a step that was in flight
 
 
 def test_an_offer_may_wait_for_its_pullers_first_link() -> None:
@@ -374,7 +374,7 @@ def test_refuses_a_pair_and_says_why(theirs: Message, error: type[BatonError], n
     assert type(closed.error) is error
     assert named in closed.error.message
     assert released(effects) is error
-    assert source.handle(PeerMessage(PULLER, Attach(T))) == []  # its stream is as good as gone
+    assert source.handle(PeerMessage(PULLER, Attach(T))) == []  # its stream is ignored
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_what_comes_before_hello_belongs_to_an_older_stream(world: World) -> Non
     assert world.hear(Attach(T)) == []
     world.hear(hello(PULLER))
     world.offer()
-    assert world.chunk(0, 3) == []  # nobody has attached on this stream
+    assert world.chunk(0, 3) == []  # no puller has attached on this stream
     assert len(sent(world.hear(Attach(T)))) == 1
 
 
@@ -403,11 +403,11 @@ def test_messages_of_strangers_are_dropped(world: World) -> None:
     world.hold()
     assert world.hear(Release(T), "7" * 32) == []
     assert world.hear(Hello("7" * 32, {}), "7" * 32) == []
-    assert world.hear(hello(PULLER)) == []  # a doubled Hello is no harm
+    assert world.hear(hello(PULLER)) == []  # a repeated Hello is harmless
 
 
 def manifests(effects: list[SourceEffect]) -> list[tuple[int, int, int, bool]]:
-    """Of each: its number, how many blocks it has, what step they wait for, whether it is last."""
+    """For each manifest: its number, its number of blocks, their step, whether it is last."""
     sent = [e.message for e in effects if isinstance(e, Send)]
     return [
         (m.seq, len(m.blocks), m.step, m.state is not None) for m in sent if isinstance(m, Manifest)

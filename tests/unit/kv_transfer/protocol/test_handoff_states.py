@@ -1,7 +1,7 @@
-"""Source and puller joined, under all faults that Hypothesis generates, over real bytes.
+"""A linked source and puller under all faults that Hypothesis generates, over real bytes.
 
 The invariants of each step are asserted in fakes/handoff/handoff_world.py: blocks released and
-reservations dropped exactly once, never under a copy; each intent ends once; no wrong byte is ever
+reservations dropped exactly once, never during a copy; each intent ends once; no wrong byte is ever
 attached.
 """
 
@@ -28,7 +28,7 @@ RARELY = st.sampled_from([False] * 9 + [True])
 
 
 class Handoff(RuleBasedStateMachine):
-    """Every rule is one thing that the outside world may do."""
+    """Each rule is one action of the outside world."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Handoff(RuleBasedStateMachine):
         is_complete=st.sampled_from([True, True, True, False]),
     )
     def dispatch(self, num_blocks: int, first: str, is_complete: bool) -> None:
-        """Either side may hear of a request first; `complete_dispatch` may tell the other."""
+        """Either side may receive a request first; `complete_dispatch` may send it to the other."""
         prompt = self.world.new_prompt(num_blocks)
         if first == "source" or is_complete:
             self.world.source.offer(prompt)
@@ -57,7 +57,7 @@ class Handoff(RuleBasedStateMachine):
         num_bytes=st.integers(0, 2 * BLOCK_BYTES),
     )
     def copy_begins(self, num_blocks: int, is_full: bool, num_bytes: int) -> None:
-        """A short cut to where it gets interesting: a copy in flight, or a queue for memory."""
+        """A shortcut to the interesting states: a copy in flight, or a queue for memory."""
         world = self.world
         world.exchange()
         prompt = world.new_prompt(num_blocks)
@@ -170,7 +170,7 @@ class Handoff(RuleBasedStateMachine):
     @precondition(lambda self: self.world.source.held)
     @rule(data=st.data(), happens=RARELY)
     def rewrite_what_is_held(self, data: st.DataObject, happens: bool) -> None:
-        """What a broken engine would do: even then nothing wrong may be attached."""
+        """A broken engine overwrites held blocks: even then no wrong byte may be attached."""
         if happens:
             owner = data.draw(st.sampled_from(sorted(self.world.source.held)))
             self.world.source.rewrite(self.world.source.held[owner][0])
@@ -194,7 +194,7 @@ class Handoff(RuleBasedStateMachine):
             world.tick(LEASE_S)
         world.carry()
 
-    # ---- time and death
+    # ---- time and failures
 
     @rule(seconds=st.sampled_from([0.1, 0.5, LEASE_S / 3]))
     def wait(self, seconds: float) -> None:

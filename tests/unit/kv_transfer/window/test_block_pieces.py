@@ -15,14 +15,14 @@ from baton.kv_transfer.export.pool_address import PoolPart
 from baton.kv_transfer.window.block_pieces import BlockCut, pieces_of
 
 SIZES = (1, 2, 4, 8)
-# Layers of each stage of a pipeline; ranks of a stage.
+# Layers of each pipeline stage, and ranks per stage.
 SIDES = [([5], 1), ([5], 2), ([3, 2], 1), ([2, 3], 2), ([1, 3, 1], 1), ([2, 1, 1, 1], 2)]
 NUM_LAYERS, BLOCK_SIZE, HEAD_DIM = 2, 2, 3
 CASES = list(itertools.product(SIZES, SIZES, (1, 2, 4, 8, 16)))
 
 
 def parts_of(size: int, kv_heads: int) -> list[PoolPart]:
-    """Heads in order over the ranks; where they are fewer, each on neighbouring ranks."""
+    """Heads in order over the ranks; if there are fewer heads, neighbouring ranks share one."""
     if size <= kv_heads:
         each = kv_heads // size
         return [part(rank, (rank * each, each)) for rank in range(size)]
@@ -62,7 +62,7 @@ def test_every_rank_ends_up_with_its_shard(there: int, here: int, kv_heads: int)
             assert cut.source_block_bytes == len(blocks[piece.source_rank])
             copy_rows(cut, blocks[piece.source_rank], found)
         assert bytes(found) == expected
-        assert sum(piece.heads.count for piece in pieces) == mine.heads[1]  # each once
+        assert sum(piece.heads.count for piece in pieces) == mine.heads[1]  # each head once
 
 
 @pytest.mark.parametrize(("there", "here"), [*itertools.product(SIDES, SIDES)])
@@ -95,7 +95,7 @@ def test_every_rank_of_every_stage_ends_up_with_its_layers(
             assert cut.here(found).tobytes() == cut.there(source).tobytes()
             written += cut.piece_bytes
         assert bytes(found) == block(mine)
-        assert written == len(found)  # each once
+        assert written == len(found)  # each byte once
 
 
 def test_a_layer_that_nobody_has_is_refused_by_name() -> None:

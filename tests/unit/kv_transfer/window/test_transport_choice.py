@@ -31,7 +31,7 @@ class Broken:
 
 
 class Crashing(Broken):
-    """A transport that meets what it has no words for: this process is out of descriptors, say."""
+    """A transport that raises an unexpected error, e.g. if the process is out of descriptors."""
 
     def connect(self, source: RemotePool, piece: BlockPiece | None = None) -> MemoryWindow:
         raise OSError("too many open files")
@@ -53,7 +53,7 @@ def test_the_first_transport_that_connects_is_taken(transport: MemoryTransport) 
 
 
 def test_a_transport_that_crashes_is_one_that_does_not_connect(transport: MemoryTransport) -> None:
-    """Who waits for a window is answered in any case."""
+    """A transport that crashes counts as one that cannot connect: requests get a result."""
     assert open_window([Crashing("nvlink"), transport], access(SOURCE)).transport == "memory"
     with pytest.raises(HandoffFailed, match="nvlink: OSError"):
         open_window([Crashing("nvlink")], access(SOURCE))

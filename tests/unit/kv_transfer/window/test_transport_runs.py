@@ -1,4 +1,6 @@
-"""What `cuda_ipc` computes before it uses a GPU: pieces of copies, descriptions, the choice."""
+"""What `cuda_ipc` computes before it uses a GPU: pieces of copies, descriptions, the choice of
+transport.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def test_pairs_reach_another_rank() -> None:
     pairs = block_pairs.join(BlockPair(BlockRef(7, 2**63 + 1), 3), BlockPair(BlockRef(4), 9))
     window, unpacked = unpack_pull(memoryview(pack_pull(5, pairs)))
     assert (window, unpacked) == (5, pairs)
-    assert unpacked.ids.flags.writeable and unpacked.ids.flags.c_contiguous  # torch wants it so
+    assert unpacked.ids.flags.writeable and unpacked.ids.flags.c_contiguous  # as torch requires
 
 
 def test_many_generations_are_those_of_each_block() -> None:

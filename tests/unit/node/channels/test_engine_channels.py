@@ -1,4 +1,4 @@
-"""All channels of one engine, over real sockets; the test simulates its loop and all other ends."""
+"""All channels of one engine, over real sockets; the test simulates its loop and all peers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def packed(message: node_pb2.GatewayMessage | Message) -> bytes:
 
 
 def step(number: int, size: int = 0) -> node_pb2.NodeMessage:
-    """A step's outputs, of about `size` bytes."""
+    """The outputs of a step, of about `size` bytes."""
     output = node_pb2.RequestOutput(request_id="r" * size, first_index=number)
     return node_pb2.NodeMessage(outputs=node_pb2.StepOutputs(outputs=[output]))
 
@@ -52,7 +52,7 @@ def beat(number: int) -> node_pb2.Heartbeat:
 
 @dataclass
 class Far:
-    """The other end of a link, in the test's hands."""
+    """The other end of a link, controlled by the test."""
 
     kind: Kind
     raw: socket.socket
@@ -63,7 +63,7 @@ class Far:
             self.raw.sendall(encode_payload(packed(message)))
 
     def hear(self) -> list[Any]:
-        """All that is there."""
+        """All messages that have arrived."""
         unpack = node_pb2.NodeMessage.FromString if self.kind is Kind.GATEWAY else decode
         self._frames.take_in(self.raw)
         return [unpack(payload) for payload in self._frames.take()]
@@ -72,7 +72,7 @@ class Far:
         return [message.WhichOneof("body") for message in self.hear()]
 
     def is_over(self) -> bool:
-        """Whether the engine has closed it. Nothing may be left to read."""
+        """Whether the engine has closed the link. Nothing may be left to read."""
         try:
             return self.raw.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
         except BlockingIOError:
@@ -82,7 +82,7 @@ class Far:
 
 
 class Engine:
-    """`turn` does what the loop does with links, and keeps the rest."""
+    """`turn` handles links as the engine loop does, and records everything else."""
 
     def __init__(self) -> None:
         self.inbox: Inbox[Any] = Inbox()
@@ -96,7 +96,7 @@ class Engine:
     def link(
         self, kind: Kind = Kind.GATEWAY, name: str = "g", max_unsent_bytes: int = 1 << 20
     ) -> tuple[Link, Far]:
-        """A link that stands from the next turn on."""
+        """A link, established from the next turn on."""
         ours, theirs = socket.socketpair()
         link = Link(kind, name, Channel(ours, max_unsent_bytes))
         self.inbox.put(link)
@@ -159,7 +159,7 @@ def test_a_gateway_hears_welcome_then_the_last_heartbeat_then_the_rest(engine: E
 
 @pytest.fixture
 def many_switches() -> Iterator[None]:
-    """Threads take turns as often as they can."""
+    """Threads switch as often as possible."""
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -256,7 +256,7 @@ def test_a_newer_link_of_a_pair_replaces_the_older_and_what_came_late(
     assert not [item for item in engine.heard if item.link is newer]
     far.hear()
     assert far.is_over()
-    engine.channels.remove(older)  # its end is heard late
+    engine.channels.remove(older)  # its end is noticed late
     assert engine.over == [older]
     other.hear()
     if kind is Kind.GATEWAY:
@@ -268,7 +268,7 @@ def test_a_newer_link_of_a_pair_replaces_the_older_and_what_came_late(
 
 
 def test_items_of_a_link_that_was_closed_meanwhile_are_dropped(engine: Engine) -> None:
-    """They were received in the same turn as the newer link."""
+    """Items received in the same turn as a newer link belong to the closed link and are dropped."""
     _, far = engine.link()
     engine.turn()
     far.say(cancel())
@@ -356,7 +356,7 @@ def test_the_end_of_a_peer_does_not_end_its_next_link(engine: Engine) -> None:
     assert far.hear() == [attach()]
 
 
-# -- who does not read -----------------------------------------------------------------------------
+# -- peers that do not read ------------------------------------------------------------------------
 
 
 def read_until(engine: Engine, far: Far, num_messages: int) -> list[Any]:
@@ -383,7 +383,8 @@ def test_what_is_not_read_yet_is_sent_once_there_is_room(engine: Engine) -> None
 
 
 def test_what_the_heartbeat_s_thread_left_is_sent_once_there_is_room(engine: Engine) -> None:
-    """Nobody else may ever send anything again."""
+    """A heartbeat that the heartbeat thread could not send in full is sent once there is room, even
+    if nothing else is ever sent."""
     link, far = engine.link(max_unsent_bytes=4 << 20)
     engine.turn()
     while not link.channel.has_unsent:
@@ -405,7 +406,7 @@ def test_what_the_heartbeat_s_thread_left_is_sent_once_there_is_room(engine: Eng
 def test_room_that_the_heartbeat_s_thread_used_does_not_keep_the_loop_awake(
     engine: Engine,
 ) -> None:
-    """The loop waited for it, and finds nothing left to send."""
+    """The loop waited for room, finds nothing left to send, and sleeps again."""
     link, far = engine.link(max_unsent_bytes=4 << 20)
     engine.turn()
     while not link.channel.has_unsent:
@@ -445,7 +446,7 @@ def test_who_does_not_read_is_cut_off_and_blocks_nobody(engine: Engine, who: str
     assert not engine.channels.has_unsent
     engine.channels.to_gateway("good", step(1))
     assert other.hear()[-1] == step(1)
-    engine.channels.to_gateway("deaf", step(1))  # goes nowhere
+    engine.channels.to_gateway("deaf", step(1))  # is dropped
 
 
 def test_sending_to_who_is_gone_ends_the_link(engine: Engine) -> None:
@@ -483,7 +484,7 @@ def test_all_gateways_are_told_why_the_process_ends(engine: Engine) -> None:
 def test_the_end_is_told_to_the_others_where_the_loop_closes_a_channel_just_now(
     engine: Engine,
 ) -> None:
-    """Whoever tells is about to end the process, and must come to that."""
+    """The other gateways are notified although one channel is closed: the process will end."""
     link, _ = engine.link(name="closed")
     _, far = engine.link(name="open")
     engine.turn()

@@ -1,5 +1,5 @@
-"""Hand-offs between two engine loops over a real channel, and the effect of breaks and
-replacements.
+"""Hand-offs between two engine loops over a real channel, and the effect of broken and replaced
+channels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_MOMENTS = 24  # turns that a hand-off of `request(1, 19)` takes, with some t
 
 @pytest.fixture
 def world() -> Iterator[NodeWorld]:
-    """Linked."""
+    """Two linked engines."""
     with wired_world() as world:
         link(world)
         yield world
@@ -80,7 +80,7 @@ def test_break_at_any_moment_ends_the_link_and_all_of_it(world: NodeWorld, momen
     world.unlink()
     world.settle()
     assert not peers(world.prefill) and not peers(world.decode)
-    world.expire()  # an intent that came behind the break waits for a link, and in vain
+    world.expire()  # an intent that arrived after the break waits for a link until it expires
     assert world.decode.received[one.key].num_ends == 1
     assert world.tokens(one) == reference(one)[: len(world.tokens(one))]
     assert_clean(world)
@@ -92,7 +92,8 @@ def test_break_at_any_moment_ends_the_link_and_all_of_it(world: NodeWorld, momen
 def test_a_newer_channel_at_any_moment_takes_the_older_s_place(
     world: NodeWorld, moment: int
 ) -> None:
-    """The puller has found the older one over, and dials before the source has."""
+    """A newer channel replaces the older one at any moment: the puller has found the older one
+    closed and dials again before the source has noticed."""
     one = request(1, 19)
     begin(world, one, moment)
     older = world.ends
@@ -121,7 +122,7 @@ def test_garbage_ends_the_link_and_not_the_engine(world: NodeWorld, name: str) -
 
 
 def test_what_was_refused_on_an_older_channel_does_not_end_the_newer(world: NodeWorld) -> None:
-    """Both came in one turn: the refusal waits to be sent when the newer one takes its place."""
+    """A refusal queued for a channel is not sent on the newer one that replaces it."""
     world.decode.channels.end_peer(Kind.SOURCE, SOURCE, HandoffFailed("of another make"))
     world.link()
     world.settle()
@@ -146,7 +147,7 @@ def test_a_refused_peer_hears_why_and_ends_its_side(
 
 
 def test_half_a_frame_is_waited_for(world: NodeWorld) -> None:
-    """By nobody: the engine goes on."""
+    """An incomplete frame does not block the engine."""
     raw = world.ends[0]._socket  # type: ignore[union-attr]
     raw.send(encode_payload(b"x" * 100_000)[:500])
     local = request(3, 19)

@@ -19,12 +19,12 @@ from baton.proto.v1 import engine_pb2, node_pb2
 
 @dataclass
 class Gateway:
-    """Its name, and its end of the channel."""
+    """A gateway's name and its end of the channel."""
 
     name: str
     channel: AnyChannel
     is_over: bool = False
-    others: list[node_pb2.NodeMessage] = field(default_factory=list)  # but for outputs
+    others: list[node_pb2.NodeMessage] = field(default_factory=list)  # all messages but outputs
 
     def say(self, **body: object) -> None:
         self.channel.send(node_pb2.GatewayMessage(**body).SerializeToString())  # type: ignore[arg-type]
@@ -33,7 +33,7 @@ class Gateway:
         self.say(dispatch=codec.dispatch_to_wire(one, None, 60.0))
 
     def hear(self, one: Request) -> Received:
-        """All that has come; it must be about this request alone."""
+        """The outputs received since the last call, which must all be for this request."""
         received = Received()
         payloads, self.is_over = self.channel.receive()
         for payload in payloads:
@@ -118,7 +118,8 @@ def test_a_break_frees_what_the_gateway_asked_for(decode: Node, num_turns: int) 
 
 @pytest.mark.parametrize("num_turns", range(8))
 def test_a_gateway_that_comes_again_is_another(decode: Node, num_turns: int) -> None:
-    """What ran for the older channel runs for nobody, and nothing of it is said on the newer."""
+    """A gateway that connects again counts as another: requests of the older channel are dropped,
+    and none of their outputs are sent on the newer one."""
     older = connect(decode, "x")
     one, other = request(1, 19, max_tokens=50), request(2, 7)
     older.dispatch(one)
@@ -138,8 +139,8 @@ def test_a_gateway_that_comes_again_is_another(decode: Node, num_turns: int) -> 
 
 def test_garbage_ends_its_gateway_and_not_the_engine(decode: Node) -> None:
     gateway, other, one = connect(decode, "x"), connect(decode, "y"), request(1, 19)
-    gateway.say(cancel=node_pb2.Cancel())  # of a request that nobody knows
-    gateway.channel.send(b"\x78\x01")  # a message of a kind that nobody knows
+    gateway.say(cancel=node_pb2.Cancel())  # of an unknown request
+    gateway.channel.send(b"\x78\x01")  # a message of an unknown kind
     gateway.channel.send(b"\xff\xff\xff")
     other.dispatch(one)
     run(decode)

@@ -43,7 +43,7 @@ def test_who_sends_where_there_is_room_never_waits(
         sender.send(MESSAGE)
         num_sent += 1
     assert num_sent > 10
-    sender.send(MESSAGE)  # there is some left: what must be said
+    sender.send(MESSAGE)  # the last message is sent in spite of the backlog
     for _ in range(num_sent + 1):
         receiver.receive()
     assert sender.has_room()
@@ -87,7 +87,7 @@ async def test_asyncio_side_reads_the_same(pair: tuple[socket.socket, socket.soc
 async def test_a_write_that_fails_ends_the_stream(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
-    """An engine that dies while it is spoken to: no error of the supervisor's."""
+    """An engine that ends while the supervisor writes to it causes no error in the supervisor."""
     reader, writer = await asyncio.open_connection(sock=pair[1])
     pair[0].close()
     for _ in range(100):

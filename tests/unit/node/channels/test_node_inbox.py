@@ -1,4 +1,4 @@
-"""The inbox of the engine loop: items of other threads and sockets, in one place."""
+"""The inbox of the engine loop: items of other threads and sockets in one queue."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_wait_is_neither_shorter_nor_much_longer(inbox: Inbox[str], timeout_s: f
         return time.monotonic() - began_s
 
     shortest_s = wait_s()
-    for _ in range(99):  # on a busy machine most are longer
+    for _ in range(99):  # on a busy machine most waits are longer
         if shortest_s < timeout_s + 0.002:
             break
         shortest_s = min(shortest_s, wait_s())

@@ -1,4 +1,4 @@
-"""A peer whose connection stays open without messages: over real sockets, the test is its loop."""
+"""A peer whose connection stays open without messages, over real sockets; the test is the loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEEPALIVE = encode_payload(b"")
 
 
 class Clock:
-    """What the modules take for `time`."""
+    """In place of the modules' `time`."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -43,7 +43,7 @@ class World:
         self.channels.add(self.link)
 
     def beat(self, seconds: float, interval_s: float = 0.25) -> None:
-        """So much time passes; the heart beats in it, the loop does nothing."""
+        """Let `seconds` pass, in which the engine sends heartbeats and its loop does nothing."""
         until_s = self.clock.now_s + seconds
         while self.clock.now_s < until_s:
             self.clock.now_s += interval_s
@@ -81,7 +81,7 @@ def test_one_that_says_empty_frames_is_not(world: World) -> None:
 
 
 def test_one_that_has_not_begun_is_not(world: World) -> None:
-    """Its loop may be in a step when the link comes to it."""
+    """A peer that has sent nothing yet is not lost: its loop may be in a long step."""
     world.beat(10.0)
     assert not world.lost()
 

@@ -39,7 +39,7 @@ def eventually(is_so: Callable[[], bool], within_s: float = 10.0) -> None:
 
 
 class PlayedSource:
-    """An engine that listens. `accepted` has a channel for every link that it was asked for."""
+    """An engine that listens. `accepted` has a channel for every accepted link."""
 
     def __init__(self, name: str = "p", secure: object = None) -> None:
         self.accepted: queue.SimpleQueue[Channel] = queue.SimpleQueue()
@@ -79,7 +79,7 @@ class PlayedSource:
 
 @dataclass
 class World:
-    """A puller: the test is its loop, which gets the links that `came`."""
+    """A puller; the test is its loop, and its links are in `came`."""
 
     dialer: SourceDialer
     came: queue.SimpleQueue[Link]
@@ -104,7 +104,7 @@ class World:
         return link
 
     def end(self, link: Link) -> None:
-        """The loop has found it over."""
+        """Close the link as the engine loop does when it finds the link over."""
         link.channel.close()
         self.dialer.link_over(link)
 
@@ -114,7 +114,7 @@ class World:
 
 @pytest.fixture
 def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long each pause would have been; they take no time."""
+    """The length of each pause, in seconds; the pauses themselves are skipped."""
     delays: list[float] = []
 
     def pause(self: SourceDialer, seconds: float) -> None:
@@ -194,7 +194,7 @@ def test_only_its_own_end_ends_a_link(world: World) -> None:
     first = world.next_link(source)
     world.end(first)
     world.next_link(source)
-    world.dialer.link_over(first)  # once more
+    world.dialer.link_over(first)  # reported twice
     time.sleep(0.05)
     assert source.num_asked == 2
 
@@ -210,7 +210,7 @@ def test_pauses_grow_and_begin_anew_behind_a_link_that_stood(
     source.refusal = ""
     link = world.next_link(source)
     num_delays = len(delays)
-    world.end(link)  # it stood for no time
+    world.end(link)  # it was up for no time
     link = world.next_link(source)
     assert delays[num_delays:] == [5.0]
     monkeypatch.setattr(source_dialer, "STEADY_S", 0.01)
@@ -338,7 +338,7 @@ def test_a_source_of_another_make_is_linked_once_while_it_is_listed(world: World
 def test_close_ends_all_threads_and_whoever_comes_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a pause, with a link that stands, and within a handshake."""
+    """Closing ends all threads: in a pause, with an established link, and within a handshake."""
     for world in play(None):
         refused, linked, slow = (world.source() for _ in range(3))
         refused.refusal = "no"
@@ -366,7 +366,7 @@ def test_close_ends_all_threads_and_whoever_comes_late(
         may_pass.set()
         eventually(lambda world=world: not world.num_threads())  # type: ignore[misc]
         assert world.came.empty()
-        world.list(linked)  # as the loop may, before it ends
+        world.list(linked)  # the loop may do so before it ends
         eventually(lambda world=world: not world.num_threads())  # type: ignore[misc]
         assert world.came.empty()
 
@@ -398,7 +398,7 @@ def test_with_tls_frames_pass(tmp_path: Path) -> None:
         world.end(link)
 
 
-# -- the list, as a source asks it -----------------------------------------------------------------
+# -- which engines a source finds in its list ------------------------------------------------------
 
 
 def members(*incarnations: str, is_away: bool = False) -> engine_pb2.Members:

@@ -19,11 +19,11 @@ from baton.node.engine_process.dispatch_gate import DispatchGate, Gated
 from baton.proto.v1 import node_pb2
 
 DIGEST, OTHER = "a" * 32, "b" * 32
-NO_GRAMMARS: Any = None  # no dispatch names one
+NO_GRAMMARS: Any = None  # no dispatch has a grammar
 
 
 class Reader:
-    """Waits to be let, and keeps what it was asked for."""
+    """Reads when `may_read` is set, and records its arguments."""
 
     def __init__(self) -> None:
         self.may_read = threading.Event()
@@ -40,7 +40,7 @@ class Reader:
 
 
 class Kept:
-    """`lora.adapter_room.Adapters`."""
+    """`lora.adapter_room.Adapters` that does nothing."""
 
     def keep(self, adapter: HostAdapter) -> None: ...
 
@@ -126,7 +126,7 @@ def test_what_could_not_be_read_is_read_again_for_the_next() -> None:
 
 @pytest.mark.parametrize("path", ["/bad", "/broken"])
 def test_one_that_cannot_be_read_goes_on_without(path: str) -> None:
-    """The engine then says that the adapter is not there."""
+    """A dispatch whose adapter cannot be read is admitted; the engine reports it missing."""
     world = World()
     assert not world.gate.admits("g", dispatch(path))
     assert [gateway for gateway, _ in world.next_read()] == ["g"]
@@ -156,7 +156,8 @@ def test_orders_are_answered() -> None:
 
 
 def test_an_order_needs_no_room() -> None:
-    """Requests have it read again when they have a slot."""
+    """An order to load is answered without room in host memory: requests read the adapter again
+    when they have a slot."""
     world = World(max_host=1)
     world.gate.admits("g", dispatch())
     world.next_read()

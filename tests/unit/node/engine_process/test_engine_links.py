@@ -1,4 +1,4 @@
-"""The origin of an engine's links: its listener, its dialer; which peers are accepted, and the
+"""Where an engine's links come from: its listener and its dialer; which peers are accepted, and the
 shutdown.
 """
 
@@ -37,7 +37,7 @@ CALLER = "c" * 32
 
 
 class Engine:
-    """Its links, the test being its loop."""
+    """An engine's links; the test is its loop."""
 
     def __init__(self, tls: EngineTls | None = None, *, role: str = "prefill", **node: Any):
         self.inbox: Inbox[Any] = Inbox()
@@ -89,7 +89,7 @@ def source() -> Iterator[Engine]:
 
 
 def hear(end: socket.socket) -> list[node_pb2.NodeMessage]:
-    """All until the end."""
+    """All messages until the connection ends."""
     frames, messages = FrameBuffer(), []
     end.settimeout(5.0)
     with suppress(ConnectionError):
@@ -122,7 +122,7 @@ def test_a_gateway_needs_the_key_alone_and_a_puller_its_entry(
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_engine_dials_who_is_listed(source: Engine, role: str) -> None:
-    """Of those that hand off to it, it opens the pools at once."""
+    """An engine dials listed sources; it opens the pools at once for those that hand off to it."""
     puller = Engine(role=role)
     source.list(puller.welcome.incarnation)
     listed = engine_pb2.ListedEngine(
@@ -186,7 +186,7 @@ def test_certificates_say_who_may_do_what(
         wanted = "gateway" if purpose == GATEWAY else "decode.baton.internal or prefill"
         with pytest.raises(PermissionDenied, match=f"{wanted}.baton.internal"):
             secured.dial(purpose, is_local=False, secure=secure)
-    with secured.dial(purpose):  # on the host itself the user counts
+    with secured.dial(purpose):  # on the same host, the user is checked instead
         secured.add_next()
 
 
@@ -194,7 +194,7 @@ def test_certificates_say_who_may_do_what(
 def test_last_words_pass_through_tls_before_the_process_ends(
     secured: Engine, certs: Path, is_closed: bool
 ) -> None:
-    """However much was said before them."""
+    """The last message passes through TLS before the process ends, behind all other data."""
     secure = tls_of(certs, "gateway").puller_wrap()
     heard: list[node_pb2.NodeMessage] = []
     gateway = secured.dial(is_local=False, secure=secure)
@@ -222,7 +222,7 @@ def test_last_words_pass_through_tls_before_the_process_ends(
 
 
 def test_who_was_accepted_too_late_is_closed() -> None:
-    """The loop has ended and takes no link any more; the process may live on for a while."""
+    """A connection accepted after the loop has ended is closed: the process may live on."""
     engine = Engine()
     with engine.dial() as late:
         until_s = time.monotonic() + 5
@@ -249,7 +249,7 @@ def test_nothing_is_left_open() -> None:
 
 
 def test_a_link_belongs_to_the_loop_alone(source: Engine) -> None:
-    """Nothing is said on a channel before the loop has taken it."""
+    """Nothing is sent on a channel before the loop has added it."""
     with source.dial() as gateway:
         gateway.setblocking(False)
         time.sleep(0.05)

@@ -27,7 +27,7 @@ PLAIN = common_pb2.SamplingParams()
 
 
 class SlowGrammars:
-    """`constraints.grammars.Grammars`, whose compiler waits to be let."""
+    """`constraints.grammars.Grammars` whose compiler waits for `may_compile`."""
 
     def __init__(self) -> None:
         self.may_compile = threading.Event()
@@ -45,7 +45,7 @@ class SlowGrammars:
 
 
 class Role:
-    """Hears what the loop tells."""
+    """Records what the loop dispatches and ends."""
 
     def __init__(self, desk: RequestIO) -> None:
         self.desk = desk
@@ -73,10 +73,10 @@ class Role:
 
 
 class World:
-    """An engine loop with its gate, and nothing real around it."""
+    """An engine loop with its gate; everything else is simulated."""
 
     def __init__(self) -> None:
-        self.refused: list[tuple[str, str]] = []  # with what
+        self.refused: list[tuple[str, str]] = []  # (key, error)
         self.desk = RequestIO(self._to_gateway, FakeClock(), "n", 1000)
         self.grammars, self.role = SlowGrammars(), Role(self.desk)
         self.inbox = FakeInbox()
@@ -99,7 +99,7 @@ class World:
         self.refused += [(output.request_id[-1:], output.error.code) for output in outputs]
 
     def make_gate(self, adapters: Any = None) -> DispatchGate:
-        """`adapters` are a room and a reader."""
+        """`adapters` is both an adapter room and a reader."""
         return DispatchGate(
             self.grammars, adapters, adapters, lambda *ended: None,  # type: ignore[arg-type]
             self.inbox.put, lambda *sent: None,
@@ -127,12 +127,12 @@ class World:
         return self.links[gateway]
 
     def turn(self) -> list[str]:
-        """All that is there now."""
+        """Handle all items in the inbox; the dispatches so far."""
         self.loop.turn(0.0)
         return self.role.dispatched
 
     def wait(self) -> list[str]:
-        """What the thread brings."""
+        """Wait for the compiler thread; the dispatches so far."""
         self.loop.turn(10.0)
         return self.role.dispatched
 

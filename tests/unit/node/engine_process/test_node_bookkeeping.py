@@ -95,7 +95,7 @@ class TestRequestBook:
 
 
 class Recipients:
-    """Notes who gets what, in order."""
+    """Records which gateway receives which outputs, in order."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[str, node_pb2.StepOutputs]] = []
@@ -136,7 +136,8 @@ def test_what_the_cache_has_adds_up_until_the_supervisor_reads() -> None:
 
 
 def test_who_waits_for_room_stops_once_it_is_there_though_nothing_is_left_to_say() -> None:
-    """Who is not asked goes on watching for room, and the loop turns without end."""
+    """A cache report no longer waits for room once there is room, even if its changes have
+    cancelled out; else the loop would spin."""
     answers: list[bool] = []
     has_room = False
 
@@ -194,7 +195,7 @@ def test_pulse_stops_only_for_a_turn_that_does_not_end() -> None:
     clock = FakeClock()
     pulse = HeartbeatSender(lambda numbers: None, 1.0, clock)
     clock.advance(10 * STALL_S)
-    assert not pulse.is_stalled()  # idle is no stall
+    assert not pulse.is_stalled()  # an idle engine is not stalled
     pulse.turn_started()
     clock.advance(STALL_S)
     assert not pulse.is_stalled()

@@ -18,7 +18,7 @@ def world() -> NodeWorld:
 
 
 def listen(node: Node, monkeypatch: pytest.MonkeyPatch) -> list[node_pb2.Heartbeat]:
-    """The numbers that the loop gives for heartbeats from now on."""
+    """The heartbeat counts that the loop reports from this call on."""
     heard: list[node_pb2.Heartbeat] = []
     monkeypatch.setattr(node.loop._heartbeats, "count", heard.append)
     return heard
@@ -48,7 +48,8 @@ def test_the_end_of_the_queue_is_told_in_the_turn_that_it_comes(
 def test_a_prompt_where_none_waited_is_told_in_the_turn_that_it_comes(
     world: NodeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or gateways that have not sent it would send theirs to the same engine."""
+    """The first waiting prompt is reported in the turn in which it arrives; else other gateways
+    would send theirs to the same engine."""
     heard = listen(world.prefill, monkeypatch)
     world.turn(world.prefill)
     for number in (1, 2):
@@ -66,7 +67,7 @@ def test_a_prompt_that_came_between_two_steps_is_told_during_the_next(
     for _ in range(4):
         world.turn(engine)
     heard = listen(engine, monkeypatch)
-    num_heard: list[int] = []  # when a step's tokens are there
+    num_heard: list[int] = []  # the number of reports at the end of each step
     execute = engine.runner._execute
     monkeypatch.setattr(
         engine.runner, "_execute", lambda step: num_heard.append(len(heard)) or execute(step)
@@ -100,7 +101,7 @@ def test_what_the_prefix_cache_holds_does_not_count_but_for_prompt_logprobs(
     scored = replace(again, attempt=2, sampling=replace(again.sampling, prompt_logprobs=0))
     for one, expected in ((again, 4), (scored, 40)):
         world.clock.advance(RECOUNT_S)
-        for number in (8, 9):  # two in the step, the last of which begins it
+        for number in (8, 9):  # the step computes 8 of their tokens
             local(world, world.prefill, number + 10 * one.attempt, 30, caller_id=1)
         world.dispatch(one, world.prefill, None, 60.0)
         heard.clear()
@@ -128,7 +129,7 @@ def test_room_is_what_pending_and_reserved_requests_leave(monkeypatch: pytest.Mo
     ticket = Ticket(one.request_id, world.prefill.incarnation, world.decode.incarnation)
     world.dispatch(one, world.decode, ticket, 60.0)
     world.turn(world.decode)
-    # All of the prompt and one block of outputs; the fork shares the prompt.
+    # The whole prompt and one block of outputs; the fork shares the prompt.
     assert heard[-1].room_blocks == capacity - 5 - 1
     assert heard[-1].num_requests == 2 and heard[-1].num_waiting == 2
     world.dispatch(one, world.prefill, ticket, 60.0)
@@ -150,7 +151,8 @@ def test_room_is_what_pending_and_reserved_requests_leave(monkeypatch: pytest.Mo
 def test_prompts_for_others_to_decode_take_no_places(
     world: NodeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither while they wait and are computed, nor until they are pulled."""
+    """Prompts to be decoded elsewhere do not count as requests: not while they wait and are
+    computed, nor until they are pulled."""
     heard = listen(world.prefill, monkeypatch)
     local(world, world.prefill, 1, 20, caller_id=7)
     handed = replace(request(2, 20, max_tokens=2), fork_ids=("f" * 32,))

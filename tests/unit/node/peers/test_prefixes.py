@@ -1,4 +1,6 @@
-"""A prompt whose prefix another engine has: pulled from there, and computed if that fails."""
+"""A prompt whose prefix is cached on another engine: pulled from there, and computed if
+that fails.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def other(world: NodeWorld, node: Node) -> Node:
 
 
 def compute_at(world: NodeWorld, node: Node, one: Request) -> None:
-    """Whole, so that its blocks are cached there."""
+    """Run the request on `node` without a prefix source, so that its blocks are cached there."""
     first = dataclasses.replace(one, request_id="c" + one.request_id[1:], prefix_source=None)
     world.dispatch(first, node, None, 60.0)
     world.settle()
@@ -97,7 +99,7 @@ def test_a_prefix_comes_from_either_engine(world: NodeWorld, name: str) -> None:
 def test_a_handed_off_prompt_takes_its_prefix_from_the_engine_that_will_decode_it(
     world: NodeWorld,
 ) -> None:
-    """The way back: a chat's next turn."""
+    """In a chat's next turn, the prefill engine pulls the prefix from the decode engine."""
     one = from_peer(request(1, LENGTH), world.decode)
     compute_at(world, world.decode, one)
     world.hand_off(one)
@@ -114,7 +116,8 @@ def test_a_handed_off_prompt_takes_its_prefix_from_the_engine_that_will_decode_i
 def test_that_blocks_lack_a_draft_models_kv_goes_with_them(
     world: NodeWorld, is_handed_off: bool
 ) -> None:
-    """With a prefix out of the cache, and with a prompt that was computed behind such a one."""
+    """The mark that blocks lack the draft model's KV is handed over, with a cached prefix and with
+    a prompt computed behind one."""
     source, puller = world.decode, world.prefill
     if is_handed_off:
         source, puller = puller, source
@@ -191,7 +194,7 @@ def test_a_source_that_hangs_is_waited_for_no_longer_than_the_limit(world: NodeW
     compute_at(world, world.decode, one)
     world.dispatch(one, world.prefill, None, 60.0)
     for _ in range(20):
-        world.turn(world.prefill)  # alone
+        world.turn(world.prefill)  # this engine alone
     assert one.key not in world.prefill.received
     world.clock.advance(LIMIT_S)
     for _ in range(20):
@@ -208,7 +211,7 @@ def test_a_copy_that_hangs_keeps_its_room_until_it_has_ended(world: NodeWorld) -
     world.dispatch(one, world.prefill, None, 60.0)
     for _ in range(20):
         world.turn(world.prefill)
-        world.turn(world.decode)  # but no byte is copied
+        world.turn(world.decode)  # but nothing is copied
     assert world.num_pulls() == 1
     world.clock.advance(LIMIT_S)
     for _ in range(20):
@@ -248,7 +251,8 @@ def test_a_source_that_is_not_linked_is_not_waited_for(world: NodeWorld) -> None
 
 
 def test_blocks_that_are_rewritten_under_a_copy_are_not_used(world: NodeWorld) -> None:
-    """A source that lies: it says that it holds them, and gives them to somebody else."""
+    """Blocks rewritten during a copy are not used: the source says it holds them, but
+    reuses them."""
     one = from_peer(request(1, LENGTH), world.decode)
     compute_at(world, world.decode, one)
     world.dispatch(one, world.prefill, None, 60.0)
@@ -316,8 +320,9 @@ ACTIONS = st.lists(
 @examples(30, 400)
 @given(actions=ACTIONS)
 def test_whatever_is_evicted_and_reused_meanwhile_no_token_is_wrong(actions: list[str]) -> None:
-    """Small pools, so that what was looked up is evicted before it is pinned, or is pulled both
-    ways at once; some prefixes are shared, and the gateway's hints are old."""
+    """No token is wrong whatever is evicted and reused meanwhile: in small pools, blocks are
+    evicted before they are pinned or pulled both ways at once; some prefixes are shared, and the
+    gateway's hints are old."""
     world = linked_world(prefill_blocks=2 + 12, decode_blocks=2 + 12)
     sent: list[tuple[Node, Request]] = []
     cancelled: set[str] = set()
@@ -359,7 +364,7 @@ def test_whatever_is_evicted_and_reused_meanwhile_no_token_is_wrong(actions: lis
 
 
 def test_a_ticketed_prompt_waits_for_its_prefix_and_its_puller_for_both(world: NodeWorld) -> None:
-    """While it does, the deadline counts, and a cancel leaves nothing."""
+    """While a ticketed prompt waits for its prefix, its deadline counts, and nothing is left."""
     one = from_peer(request(1, LENGTH), world.decode)
     compute_at(world, world.decode, one)
     ticket = Ticket(one.request_id, SOURCE, PULLER)
@@ -377,7 +382,8 @@ def test_a_ticketed_prompt_waits_for_its_prefix_and_its_puller_for_both(world: N
 
 
 def test_a_prefix_with_a_long_limit_costs_no_hand_off(world: NodeWorld) -> None:
-    """The engine that decodes awaits the prompt for one lease."""
+    """A slow prefix fetch with a long limit ends before the hand-off fails: the decode engine waits
+    for the prompt for one lease."""
     one = from_peer(request(1, LENGTH), world.decode)
     assert one.prefix_source is not None
     slow = dataclasses.replace(one.prefix_source, limit_s=3 * LEASE_S)
@@ -389,7 +395,7 @@ def test_a_prefix_with_a_long_limit_costs_no_hand_off(world: NodeWorld) -> None:
     for _ in range(int(LEASE_S) + 1):
         for _ in range(20):
             world.turn(world.prefill)
-            world.turn(world.decode)  # but no byte is copied
+            world.turn(world.decode)  # but nothing is copied
         world.clock.advance(1.0)
     world.settle()
     assert not heard(world.decode, one).error

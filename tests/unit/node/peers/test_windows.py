@@ -1,4 +1,4 @@
-"""Pulls that wait for a source's step: begun when it has completed, and always reported."""
+"""Pulls that wait for a source's step: begun when the step has completed, and always reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOURCE, OTHER = "a" * 32, "b" * 32
 
 
 class World:
-    """One open window; `outcomes` by the pull's number."""
+    """One open window; `outcomes` by pull number."""
 
     def __init__(self) -> None:
         self.source, pool = MemoryPool(4, 8), MemoryPool(4, 8)
@@ -64,7 +64,7 @@ class World:
 
 
 class Transport(MemoryTransport):
-    """Remembers its windows."""
+    """Records its windows."""
 
     def __init__(self, pool: MemoryPool, sources: dict[str, MemoryPool]) -> None:
         super().__init__(pool, sources)

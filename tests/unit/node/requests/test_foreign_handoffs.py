@@ -1,4 +1,4 @@
-"""Two engines, joined, where one side, or a gateway, violates the protocol: one request fails, and
+"""Two linked engines where one side, or a gateway, violates the protocol: one request fails, and
 the others continue.
 """
 
@@ -52,7 +52,8 @@ def ticket(one: Request) -> Ticket:
 def test_a_prefix_that_is_asked_for_under_a_ticket_s_name(
     world: NodeWorld, max_tokens: int
 ) -> None:
-    """Then that name is taken: its prompt fails at once, and is computed for nobody."""
+    """A peer's prefix request under a ticket's name takes that name: the ticket's prompt fails
+    at once and is not computed."""
     one, two = request(1, 16), request(2, 16, max_tokens=max_tokens)
     world.hand_off(one)
     world.settle()
@@ -98,10 +99,11 @@ def test_tokens_outside_the_vocabulary(world: NodeWorld, token_id: int) -> None:
 
 @pytest.mark.parametrize("is_over", ["first", "fork"])
 def test_a_sample_that_was_over_before_its_dispatch_came(world: NodeWorld, is_over: str) -> None:
-    """The dispatch waited for its grammar; the prefill engine ended one sample meanwhile."""
+    """A dispatch waited for its grammar while the prefill engine ended one of its samples: the
+    other sample still runs to its end."""
     one = replace(request(1, 9), fork_ids=(FORK,))
     gone, other = (one.request_id, FORK) if is_over == "first" else (FORK, one.request_id)
-    world.decode.hear_gateway(cancel("e" * 32))  # the gateway is known
+    world.decode.hear_gateway(cancel("e" * 32))  # so that the gateway is known
     world.dispatch(one, world.prefill, ticket(one), 600.0)
     world.settle()
     world.decode.hear_gateway(cancel(gone))
@@ -141,7 +143,8 @@ def cancel(request_id: str) -> node_pb2.GatewayMessage:
 
 
 def test_a_dispatch_again_while_a_sample_of_the_first_waits(world: NodeWorld) -> None:
-    """Its own sample is over, and one of another name is with it."""
+    """A second dispatch is refused while a sample of the first waits: its own sample is over, and
+    it has a fork of another name."""
     one = replace(request(1, 9), fork_ids=(FORK,))
     world.dispatch(one, world.decode, ticket(one), 60.0)
     world.settle()

@@ -1,4 +1,4 @@
-"""Two engines with their roles and loops, joined: whole hand-offs and all their possible ends."""
+"""Two linked engines with their roles and loops: whole hand-offs and all their possible ends."""
 
 from __future__ import annotations
 
@@ -157,7 +157,8 @@ def test_first_token_is_sent_before_the_manifest_that_follows_from_it() -> None:
 
 
 def test_first_token_that_is_the_last_is_sent_before_the_hand_off_is_called_off() -> None:
-    """Or the gateway hears first of its other engine that nothing comes, and doubts."""
+    """The output is sent before the revocation; else the gateway might first learn from the decode
+    engine that no hand-off comes."""
     world = linked_world()
     world.hand_off(request(1, 3, max_tokens=1))
     world.turn(world.decode)
@@ -170,7 +171,8 @@ def test_first_token_that_is_the_last_is_sent_before_the_hand_off_is_called_off(
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_gateway_hears_first_from_the_engine_at_which_a_hand_off_fails(name: str) -> None:
-    """The other one reports what it is told: that it was called off, or the same error."""
+    """The failing engine reports its error first; the other one reports what it receives: a
+    revocation or the same error."""
     world = linked_world()
     one, node = request(1, 19), getattr(world, name)
     world.hand_off(one)
@@ -198,7 +200,7 @@ def test_outputs_of_a_step_travel_in_one_message(world: NodeWorld) -> None:
 
 
 def interrupt(world: NodeWorld, one: Request, moment: int, happen: Callable[[], None]) -> None:
-    """Begin a hand-off, let something happen after `moment` turns, and see it to its end."""
+    """Begin a hand-off, call `happen` after `moment` turns, and run to the end."""
     world.hand_off(one)
     for _ in range(moment):
         world.turn(world.prefill)
@@ -257,7 +259,7 @@ def test_deadline_ends_a_request_at_any_moment(world: NodeWorld, moment: int) ->
 def test_cancel_of_what_is_over_leaves_the_blocks_that_a_copy_still_writes_to(
     world: NodeWorld, first: str
 ) -> None:
-    """The gateway's cancel crosses what the source reported, or comes twice."""
+    """The gateway's cancel crosses the source's report, or arrives twice."""
     one = request(1, 19)
     world.hand_off(one)
     while not world.num_pulls():
@@ -274,7 +276,7 @@ def test_cancel_of_what_is_over_leaves_the_blocks_that_a_copy_still_writes_to(
     world.cancel(one)
     world.turn(world.decode)
     assert world.num_pulls() and world.decode.engine.pool.counts.held == 5
-    other = request(2, 200)  # takes nearly all of the other blocks
+    other = request(2, 200)  # needs nearly all other blocks
     world.dispatch(other, world.decode, None, 60.0)
     world.settle()
     assert world.tokens(other) == reference(other)
@@ -295,7 +297,7 @@ def test_dispatch_behind_its_cancel_is_refused(world: NodeWorld) -> None:
 def test_puller_without_a_source_dispatch_gives_up(world: NodeWorld) -> None:
     one = request(1, 19)
     world.hand_off(one)
-    world.prefill.inbox.receive(0)  # it never arrives
+    world.prefill.inbox.receive(0)  # the dispatch never arrives
     world.settle()
     assert one.key not in world.decode.received
     world.expire()
@@ -344,7 +346,8 @@ def test_requests_wait_for_memory_in_order_of_arrival() -> None:
 
 
 def test_what_a_deadline_frees_is_given_to_the_next_at_once() -> None:
-    """Nothing else would wake the loop: the engine has no work, and nobody says anything."""
+    """Blocks freed by a deadline are given to the next request in the same turn: nothing else would
+    wake the loop, as the engine has no work and no message arrives."""
     world = linked_world(decode_blocks=2 + 9)
     stuck, waiting = request(1, 19), request(2, 19)
     to_peer = world.prefill.channels.to_peer
@@ -359,7 +362,7 @@ def test_what_a_deadline_frees_is_given_to_the_next_at_once() -> None:
     world.hand_off(waiting)
     world.settle()
     world.clock.advance(LEASE_S / 3 + 0.1)
-    world.settle()  # leases were renewed just now
+    world.settle()  # leases have just been renewed
     assert waiting.key not in world.decode.received
     world.clock.advance(5.0 - LEASE_S / 3)
     world.turn(world.decode)
@@ -400,7 +403,7 @@ def test_prompt_larger_than_a_pool_is_refused_by_that_node() -> None:
     world.hand_off(one)
     world.settle()
     assert world.decode.received[one.key].error == "prompt_too_large_for_deployment"
-    world.cancel(one)  # what the gateway does about it
+    world.cancel(one)  # as the gateway does
     world.settle()
     assert_clean(world)
 
@@ -537,11 +540,11 @@ def test_any_course_of_events_ends_cleanly(actions: list[str]) -> None:
     assert_clean(world)
 
 
-# -- several samples of one prompt, and what travels with tokens ----------------------------------
+# -- several samples of one prompt, and data sent with tokens -------------------------------------
 
 
 def samples(number: int, num_prompt_tokens: int, n: int, **sampling: object) -> Request:
-    """A request for `n` samples, which differ."""
+    """A request for `n` samples with different outputs."""
     one = request(number, num_prompt_tokens)
     fork_ids = tuple(f"{number:x}{i}".rjust(32, "e") for i in range(1, n))
     params = dataclasses.replace(one.sampling, temperature=1.0, seed=number, **sampling)

@@ -9,7 +9,7 @@ from baton.proto.v1 import node_pb2
 
 
 def begin(world: NodeWorld, number: int) -> None:
-    """A hand-off, until something of it is copied."""
+    """Run a hand-off until its copy has begun."""
     world.hand_off(request(number, 19))
     while not world.num_pulls():
         world.turn(world.prefill)
@@ -36,7 +36,7 @@ def test_counts_reach_the_gateway() -> None:
     world.cancel(request(4, 19))
     world.settle()
     world.unlink()
-    world.hand_off(request(5, 19))  # it fails before it has begun
+    world.hand_off(request(5, 19))  # it fails before its transfer begins
     world.settle()
     world.expire()
     found = load(world)

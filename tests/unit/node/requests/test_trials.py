@@ -23,7 +23,7 @@ class Rig:
         self.trials = Trials(self.requests, lambda key: self.num_outputs[key])
 
     def ask(self, name: str, gateway: str) -> str:
-        """A request behind two tokens that an earlier attempt streamed; its key."""
+        """Admit a request with two tokens streamed by an earlier attempt; returns its key."""
         request = Request(name, 1, (1, 2, 3), SamplingParams(), (7, 8), is_on_trial=True)
         entry = Entry(request, gateway, 60.0, None)
         self.requests.open(entry)
@@ -37,7 +37,7 @@ def test_another_gateway_s_waits_until_it_is_over_or_further() -> None:
     first = rig.ask("a", "here")
     with pytest.raises(TrialRefused):
         rig.ask("b", "there")
-    rig.num_outputs[first] = 3  # the prefill engine's
+    rig.num_outputs[first] = 3  # the third token is the prefill engine's
     with pytest.raises(TrialRefused):
         rig.ask("c", "there")
     rig.num_outputs[first] = 4

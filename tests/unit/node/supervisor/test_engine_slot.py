@@ -26,7 +26,7 @@ COMMAND = EngineCommand("baton.none", "{}", {}, heartbeat_s=0.25)
 
 
 class FakeEngine:
-    """`EngineHandle`, which ends when the test or an order says so."""
+    """`EngineHandle` that ends when the test or an order ends it."""
 
     incarnation, silent_s, is_progressing = "a" * 32, 0.0, True
 
@@ -48,16 +48,16 @@ class FakeEngine:
 
 
 class World:
-    """A slot whose engines are started by `may_start`."""
+    """A slot whose engines start once `may_start` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: list[str] = []
         self.engines: list[FakeEngine] = []
-        self.failures: list[StartupFailed] = []  # of the next starts
+        self.failures: list[StartupFailed] = []  # raised by the next starts
         self.may_start, self.may_leave = asyncio.Event(), asyncio.Event()
         self.may_start.set()
         self.may_leave.set()
-        self.num_cut_off = 0  # starts
+        self.num_cut_off = 0  # starts that were cancelled
         self.num_left = 0
         monkeypatch.setattr(engine_handle, "start_engine", self._start)
         self.slot = EngineSlot(COMMAND, self.said.append, lambda: None, self._presence, FakeClock())
@@ -92,7 +92,7 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 async def turns() -> None:
-    """All that can happen by itself."""
+    """Let everything happen that needs no further event."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -209,7 +209,7 @@ async def test_an_engine_that_has_just_ended_leaves_the_directory_all_the_same(
 async def test_an_engine_without_descriptors_or_processes_did_not_start(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So it is tried again; and no socket of it is left."""
+    """A failed spawn counts as a failed start, which is tried again, and leaves no socket open."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError(11, "Resource temporarily unavailable")
@@ -222,7 +222,7 @@ async def test_an_engine_without_descriptors_or_processes_did_not_start(
 async def test_an_engine_ends_with_its_supervisor_while_it_still_imports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """tests/unit/core/test_children.py has that such a command does."""
+    """The engine is bound to its supervisor, as tests/unit/core/test_children.py checks."""
     commands: list[list[str]] = []
 
     def fail(*command: str, **_: Any) -> Any:
@@ -276,7 +276,8 @@ async def test_an_engine_that_goes_silent_is_ended(
 async def test_an_engine_is_not_silent_for_as_long_as_its_supervisor_stood_still(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the whole host was: its heartbeats are on their way."""
+    """Time for which the supervisor itself stood still does not count as silence: with the whole
+    host frozen, heartbeats are still on their way."""
     monkeypatch.setattr(engine_handle, "HUNG_S", 0.5)
     running = await world.begin()
     world.engines[0].silent_s = 60.0

@@ -41,7 +41,7 @@ class FakeProcess:
 
 
 class FakeEngine:
-    """An engine process's end of the socket pair, in the test's hands."""
+    """An engine process's end of the socket pair, controlled by the test."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -60,7 +60,7 @@ class FakeEngine:
 
 
 class Node:
-    """One engine's handle, as the servicer sees a node."""
+    """One engine's handle, in place of the node that the servicer uses."""
 
     def __init__(self, handle: EngineHandle, engine: FakeEngine, clock: FakeClock) -> None:
         self.handle = handle
@@ -94,15 +94,15 @@ async def node() -> AsyncIterator[Node]:
 
 
 class Aborted(Exception):
-    """What `abort` raises, as gRPC's does."""
+    """Raised by `abort`, as in gRPC."""
 
 
 class FakeContext:
-    """A call's server side: messages and status out."""
+    """The server side of a call: messages and status that it returns."""
 
     def __init__(self) -> None:
         self.written: asyncio.Queue[Any] = asyncio.Queue()
-        self.shaken: asyncio.Queue[bytes] = asyncio.Queue()  # the handshake's
+        self.shaken: asyncio.Queue[bytes] = asyncio.Queue()  # handshake messages
         self.status: grpc.StatusCode | None = None
 
     async def write(self, message: Any) -> None:
@@ -123,7 +123,7 @@ async def calling(
     secret: str | None = None,
     address: str = ADDRESS,
 ) -> AsyncIterator[Any]:
-    """A caller's messages, of either call: they are alike but for their names."""
+    """The messages of a caller of either RPC: they differ in name only."""
     key = handshake_key(secret)
     ours = Dialer(key, purpose, dialer=CALLER, listener=ANY_ENGINE, address=address)
     yield node_pb2.GetLedgersRequest(handshake=ours.opening)
@@ -145,7 +145,7 @@ async def nothing() -> AsyncIterator[Any]:
 
 
 async def until(node: Node) -> None:
-    """What the engine has said so far has been routed."""
+    """Wait until everything that the engine has sent so far is routed."""
     asking = asyncio.create_task(node.handle.ledger())
     query = (await node.engine.next()).get_ledger
     node.engine.say(ledger=engine_pb2.Ledger(query=query, json="{}"))
@@ -165,7 +165,7 @@ async def test_an_engine_is_ready_while_its_heart_beats(node: Node) -> None:
 
 
 async def test_an_engine_whose_frames_have_ended_is_not_ready(node: Node) -> None:
-    """Its process may still be taking itself apart."""
+    """An engine whose connection has ended is not ready, though its process may still run."""
     assert node.handle.is_progressing
     node.engine.end()
     await asyncio.wait_for(node.over.wait(), 1.0)
@@ -201,7 +201,7 @@ async def test_orders_to_an_engine_that_is_gone_go_nowhere(node: Node) -> None:
 
 
 async def test_an_answer_behind_the_end_of_its_question_ends_nothing(node: Node) -> None:
-    """The call may be cancelled in the very moment in which its answer is read."""
+    """A reply to a cancelled call is ignored: the call may be cancelled while its reply is read."""
     asking = asyncio.create_task(node.handle.ledger())
     query = (await node.engine.next()).get_ledger
     asking.cancel()
@@ -253,7 +253,7 @@ async def test_calls_that_prove_nothing_are_refused(
     requests = nothing() if said is None else calling(context, **{"purpose": purpose, **said})
     with pytest.raises((Aborted, Unauthenticated)):
         await getattr(node.servicer, name)(requests, context)
-    # None: the caller itself found out first
+    # None: the caller itself has failed first
     assert context.status in (grpc.StatusCode.UNAUTHENTICATED, None)
     assert context.written.empty()
 
@@ -267,7 +267,7 @@ async def test_a_handshake_for_one_call_is_none_for_another(node: Node) -> None:
 
 async def test_what_is_no_message_is_refused_like_any_stranger(node: Node) -> None:
     async def garbage() -> AsyncIterator[Any]:
-        yield node_pb2.GetLedgersRequest.FromString(b"\xff" * 9)  # as gRPC does it
+        yield node_pb2.GetLedgersRequest.FromString(b"\xff" * 9)  # as gRPC decodes it
 
     context: Any = FakeContext()
     with pytest.raises(Aborted):

@@ -25,7 +25,7 @@ from baton.prefix_index.publisher import Publisher
 
 
 class HungDirectory(FakeDirectory):
-    """Nothing is answered."""
+    """A directory that never replies."""
 
     async def withdraw(self, incarnation: str) -> None:
         await asyncio.Event().wait()
@@ -92,7 +92,7 @@ async def test_a_node_that_does_not_start_leaves_what_cannot_be_killed(
 
 
 class BrokenDirectory(FakeDirectory):
-    """Cannot be watched once, as by a fault of ours."""
+    """Fails at its first watch, as by a bug of ours."""
 
     num_watches = 0
 
@@ -107,7 +107,7 @@ class BrokenDirectory(FakeDirectory):
 async def test_a_node_whose_look_at_the_directory_breaks_looks_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To end would cost what its engines run, and their caches."""
+    """A node whose watch of the directory fails watches again: its engines keep their requests."""
     monkeypatch.setattr(event_loop, "AGAIN_S", 0.0)
     slot, directory = FakeSlot(0), BrokenDirectory()
     node = node_of(slot, directory=directory)

@@ -1,5 +1,5 @@
 """A host of ranks that dials rank 0: what ends it, and what it waits for. The test accepts its
-dials.
+connections.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ HUNG_UP, NOBODY = NodeLost("it hung up"), ConnectionRefusedError("nobody is ther
 def test_only_hang_ups_one_after_the_other_end_it(
     monkeypatch: pytest.MonkeyPatch, answers: list[Exception], said: str
 ) -> None:
-    """A rank 0 that starts again hangs up, is not there for a while, and may hang up again."""
+    """Only consecutive hang-ups end the host: a rank 0 that restarts hangs up, is unreachable for a
+    while, and may hang up again."""
     left = [*answers, Unauthenticated("another secret")]
 
     async def dial(*_: object) -> None:
