@@ -1,5 +1,4 @@
-"""Sampling parameters on a GPU: results equal those of the CPU engine, which has tests of its own.
-"""
+"""Sampling parameters on a GPU: results equal those of the CPU engine, tested elsewhere."""
 
 from __future__ import annotations
 
