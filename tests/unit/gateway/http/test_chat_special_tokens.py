@@ -264,7 +264,7 @@ async def test_what_a_template_refuses_is_said_in_its_own_letters(tmp_path: Path
 
 
 async def test_half_of_a_surrogate_pair_in_arguments(tmp_path: Path) -> None:
-    """Our markers are lone surrogates, which no request may contain."""
+    """A lone surrogate in arguments is refused, since our markers consist of them."""
     calls = [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]
     with pytest.raises(InvalidRequest) as refused:
         MESSAGES.read([{"role": "assistant", "tool_calls": calls}], "messages")

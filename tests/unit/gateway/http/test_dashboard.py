@@ -267,7 +267,8 @@ def test_definitions_are_the_ones_of_the_code() -> None:
 
 
 def test_vendored_files_are_as_released() -> None:
-    """uPlot 1.6.32 of the npm registry; `npm pack uplot@1.6.32 && tar xf ... && sha256sum`."""
+    """The files equal uPlot 1.6.32 of the npm registry; `npm pack uplot@1.6.32 && tar xf ... &&
+    sha256sum`."""
     released = {
         "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
         "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",

@@ -66,7 +66,8 @@ def test_logprobs_of_completions() -> None:
 
 
 def test_offsets_behind_characters_of_several_tokens() -> None:
-    """Characters of two tokens and of three, and a byte that never becomes a character."""
+    """Offsets are right after characters of two tokens and of three, and after a byte that never
+    becomes a character."""
     pieces = [b"x", b"\xc3", b"\xa9", b" =", b"\xf0\x9f", b"\x98", b"\x80", b"y", b"\xff", b"z"]
     offsets = TextOffsets()
     tokens = [TokenText(piece.decode(errors="replace"), piece) for piece in pieces]

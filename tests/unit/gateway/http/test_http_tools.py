@@ -206,8 +206,8 @@ def test_a_long_call_takes_time_by_its_length() -> None:
 
 
 def test_many_calls_that_are_none_in_one_piece() -> None:
-    """Many malformed calls in one chunk: copying the rest for each character would take half a
-    minute."""
+    """Many malformed calls in one chunk take linear time; copying the rest for each character would
+    take half a minute."""
     tag = "<｜tool▁call▁begin｜>"
     began_s = time.thread_time()
     assert parsed(FORMATS["deepseek_v31"], [tag * 32_000]).content == tag * 32_000

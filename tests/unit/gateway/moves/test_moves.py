@@ -73,8 +73,8 @@ def test_a_gateway_moves_its_share() -> None:
 
 
 def test_all_leave_an_engine_whose_promise_was_withdrawn() -> None:
-    """However short its steps are without prompts; targets receive only what lets them keep their
-    promise."""
+    """All decodes leave, however short the engine's steps are; targets receive only what lets them
+    keep their promise."""
     left = steps("a", *[10_000] * 20, is_withdrawn=True, takes_more=False)
     assert len(chosen(left, steps("b"))) == 16, "at once"
     assert len(chosen(left, steps("b", 820_000))) == 2

@@ -131,8 +131,8 @@ def test_a_wish_moves_a_promise_once_it_has_lasted() -> None:
 
 
 def test_requests_that_began_count_with_the_outputs_that_they_will_bring() -> None:
-    """Decodes that have not started count: prompts as when LONG moves a promise, with outputs that
-    fill both engines."""
+    """Expected outputs of started requests count: with prompts as when LONG moves a promise, long
+    outputs that will fill both engines keep it."""
     per_s, prompt, _ = LONG
     for mean, orders in ((0, [None]), (128, [None]), (100_000, [])):
         world = World()

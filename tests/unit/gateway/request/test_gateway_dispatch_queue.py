@@ -67,8 +67,8 @@ async def test_a_light_caller_beside_ten_bulk_callers() -> None:
 async def test_a_full_decode_engine_lets_prompts_wait_before_their_prefill(
     max_queue_s: float | None,
 ) -> None:
-    """16.5 requests/s where 15 can be decoded: requests wait before their first token, not after
-    it."""
+    """With 16.5 requests/s where 15 can be decoded, requests wait before their first token, not
+    after it."""
     rng, seconds, num_outputs = random.Random(0), 40.0, 33
     # 24 sequences at once, for 32 steps of 50 ms each.
     decode = EngineSetup(Role.DECODE, max_num_seqs=24, cost=linear_cost(0.05, 1e-9))

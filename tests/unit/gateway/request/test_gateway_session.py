@@ -325,7 +325,8 @@ def test_a_request_that_the_prefill_node_ends() -> None:
 
 @pytest.mark.parametrize("decode_first", [True, False])
 def test_the_decode_node_hears_that_there_is_no_handoff(decode_first: bool) -> None:
-    """Its `cancelled` may arrive before the prefill node's finish: that is not a failure."""
+    """The decode node's `cancelled` may arrive before the prefill node's finish, and is no
+    failure."""
     rig = Rig().started()
     if decode_first:
         rig.send("d1", error=Cancelled("no hand-off"))
@@ -473,7 +474,8 @@ def test_nodes_that_vanish_are_no_fault_of_the_request() -> None:
 
 
 def test_a_retry_waits_until_all_streams_of_a_lost_node_have_ended() -> None:
-    """The decode node may learn of its source's end before the gateway does."""
+    """A retry waits for the end of all streams of the lost node, since the decode node may detect
+    the loss before the gateway does."""
     rig = Rig(limits=SessionLimits(settle_s=0.02))
     rig.started().send("d1", error=NodeLost("the stream to the source ended"))
     assert rig.session.next_wakeup_s == pytest.approx(0.02)
@@ -668,8 +670,8 @@ def test_a_cancel_while_it_waits_after_a_refusal() -> None:
 
 
 def test_one_that_kills_the_one_engine_by_its_decode_is_stopped_after_the_second() -> None:
-    """Each engine died after its first token: the second one's token does not clear the
-    suspicion."""
+    """A request that kills two engines after their first tokens fails: the second token does not
+    clear the suspicion."""
     rig = one_engine()
     rig.send("d1", 0, "a")
     rig.router.prefill = rig.router.decode = [rig.links["d2"]]

@@ -275,8 +275,8 @@ def test_samples_of_one_poison_prompt_cost_no_more_engines() -> None:
 
 
 def test_one_that_kills_at_another_place_each_time_ends_all_the_same() -> None:
-    """Its suspicion is cleared in between, like that of its neighbours, but attempts are
-    counted."""
+    """A request that kills at varying tokens fails too: each first token clears it, but attempts
+    are counted."""
     cluster = Cluster(3, Work.DECODE, 1)
     for i in range(8):
         cluster.ask(f"r{i}")
@@ -290,8 +290,8 @@ def test_one_that_kills_at_another_place_each_time_ends_all_the_same() -> None:
 
 @pytest.mark.parametrize("word", ["death", "heartbeat", "nothing"])
 def test_who_failed_with_an_engine_out_of_reach_waits_for_word_of_it(word: str) -> None:
-    """The unreachable engine may have died of this request: it is not tried beside another suspect
-    of that death, which would then count as having killed two engines."""
+    """A request whose engine is unreachable waits: the engine may have died of it, and a trial
+    beside another suspect of that death would count as a second kill."""
     cluster = Cluster(1, Work.PREFILL, poison=frozenset())
     cluster.ask("r7")
     cluster.ask("r8")
@@ -331,8 +331,8 @@ def test_who_failed_with_an_engine_out_of_reach_waits_for_word_of_it(word: str) 
 
 @pytest.mark.parametrize("is_suspect", [True, False], ids=["suspect", "no suspect"])
 def test_no_suspect_is_tried_where_another_request_has_just_lost_touch(is_suspect: bool) -> None:
-    """The engine may have died of that request, and its partner reports this first: a suspect sent
-    there before the death is known would count as having killed two engines."""
+    """No suspect is sent to an engine that another request has just lost: if that engine is dead,
+    the suspect would count as having killed two."""
     cluster = Cluster(1, Work.PREFILL, poison=frozenset(), restarts=False)
     (dying,) = cluster.engines[Work.PREFILL]
     cluster.ask("r7")

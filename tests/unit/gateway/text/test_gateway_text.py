@@ -206,7 +206,7 @@ def test_no_piece_is_too_odd_for_a_decoder_of_bytes(piece: str) -> None:
 
 def test_tokens_that_all_end_inside_a_character(tmp_path: Path) -> None:
     """Tokens that all end inside a character, as in vocabularies of merged bytes for three-byte
-    scripts."""
+    scripts, are decoded like the whole text."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE({"â": 0, "Ĥ¬â": 1, "Ĥ¬": 2}, []))
     library.decoder = decoders.ByteLevel()
     library.save(str(tmp_path / "tokenizer.json"))
