@@ -160,7 +160,7 @@ def test_kill_9_of_the_parent_ends_everything() -> None:
 
 @pytest.mark.slow
 def test_demo_twice_in_a_row() -> None:
-    """`make demo` covers one run in CI; here are two in a row."""
+    """`make demo` can run twice in a row; CI covers one run."""
     for _ in range(2):
         process = start("demo", "--max-tokens", "8")
         output, _ = process.communicate(timeout=60)
@@ -180,7 +180,8 @@ def test_demo_twice_in_a_row() -> None:
     ],
 )
 def test_a_node_that_cannot_start_says_why(arguments: list[str], words: str) -> None:
-    """See also test_node_pair.py and test_tensor_parallel.py."""
+    """The reason of a failed start is printed. See also test_node_pair.py and
+    test_tensor_parallel.py."""
     launch = str(Path(sys.executable).parent / "launch_prefill")
     began_s = time.monotonic()
     result = subprocess.run([launch, *arguments], capture_output=True, text=True, timeout=30)

@@ -141,7 +141,7 @@ async def test_fault(system: Cluster, reference: Reference, row: Row) -> None:
 async def test_a_mix_of_requests_while_nodes_are_killed(
     system: Cluster, reference: Reference
 ) -> None:
-    """The mixed run of the GPU tests with cancels, at a smaller size on a CPU."""
+    """The GPU tests' mixed run, with cancels and at a smaller size, is right on a CPU."""
     asked = mixed_run.draw(NUM_MIXED, seed=1, max_prompt_tokens=120)
     kills = {12: "decode-0", 26: "prefill-0"}
     config = EngineConfig(model=str(reference.model_dir), load_format="dummy", device="cpu")

@@ -339,7 +339,8 @@ async def test_loss_and_return_of_redis(directory: RedisDirectory, server: Redis
 async def test_watching_and_announcing_can_be_cancelled_at_any_moment(
     server: RedisServer,
 ) -> None:
-    """redis-py itself loses a cancellation that arrives while it connects."""
+    """A cancellation always ends both calls, although redis-py loses one that arrives while it
+    connects."""
 
     async def follow(directory: RedisDirectory) -> None:
         await directory.announce(A, 0.01)
@@ -358,8 +359,8 @@ async def test_watching_and_announcing_can_be_cancelled_at_any_moment(
 
 
 def test_a_redis_that_hangs_up_while_it_is_spoken_to_is_away() -> None:
-    """uvloop's transports raise an error that is no OSError if written to after the peer hung
-    up."""
+    """A Redis that hangs up counts as away, although uvloop raises an error that is no OSError on a
+    write."""
     uvloop = pytest.importorskip("uvloop")
     reset = struct.pack("ii", 1, 0)
 

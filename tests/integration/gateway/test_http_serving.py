@@ -488,8 +488,8 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_collector")
 async def test_what_a_call_had_is_free_once_it_has_ended(world: World) -> None:
-    """A call's memory is freed by reference counts: the garbage collector would pause for all calls
-    since."""
+    """A call's memory is freed by reference counts, not by the garbage collector, which would pause
+    for all calls since."""
     for _ in range(3):
         async with world.http.post("/v1/completions", json=PLAIN | {"stream": True}) as answer:
             await answer.read()

@@ -90,7 +90,8 @@ async def test_an_epoch_is_above_all_that_engines_have_seen(redis: RedisServer) 
 async def test_two_holders_of_one_epoch_and_the_newer_is_followed_in_the_end(
     redis: RedisServer,
 ) -> None:
-    """Redis lost its data before the first holder had sent any order."""
+    """If Redis loses its data before the first holder orders anything, two holders share an epoch,
+    and the newer one is followed in the end."""
     orders = PromiseOrders(FakeEngine())  # type: ignore[arg-type]
 
     def send(holder: str, epoch: int | None) -> bool:

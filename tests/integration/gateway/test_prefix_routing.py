@@ -136,7 +136,8 @@ async def test_requests_go_where_their_prefix_is(world: World) -> None:
 
 
 async def test_a_late_gateway_reads_pages_among_junk() -> None:
-    """The real adapter on both sides: a whole cache over several keys, among junk keys."""
+    """A late gateway reads a whole cache over several keys, among junk keys, with the real adapter
+    on both sides."""
     journal, mirror = CacheJournal("aa" * 16), PrefixMirror(SystemClock())
     journal.record([], [BlockHash(i.to_bytes(16, "little")) for i in range(1, 9001)])
     incarnation, prefix = journal.incarnation, "baton:default:prefix:"

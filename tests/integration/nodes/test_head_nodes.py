@@ -58,7 +58,8 @@ def requests() -> list[Request]:
 async def test_tokens_and_acceptance_behind_a_hand_off_are_those_of_one_engine(
     tmp_path: Path, write: Callable[[Path], tuple[dict[str, Any], Drafts]]
 ) -> None:
-    """How many drafts pay depends on the machine's speed; which drafts are right does not."""
+    """Which drafts are right is the same after a hand-off; how many pay depends on the machine's
+    speed."""
     (drafting, drafts_of), asked = write(tmp_path), requests()
     config = EngineConfig(model=str(tmp_path), device="cpu", num_kv_blocks=300)
     alone = LocalEngine.load(config, print)

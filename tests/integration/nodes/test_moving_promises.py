@@ -165,7 +165,8 @@ async def test_promises_move_under_requests_and_none_fails(scene: Scene) -> None
 
 @pytest.mark.slow
 async def test_another_gateway_takes_over_with_a_higher_epoch(scene: Scene) -> None:
-    """The old leader pauses, then still assumes its lease, and its order is refused."""
+    """The old leader pauses, then still assumes its lease; its order with the old epoch is
+    refused."""
     await scene.add_gateway()
     async with scene.load():
         await scene.move(1, TAKEN_OVER_S)

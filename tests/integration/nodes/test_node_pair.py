@@ -352,7 +352,8 @@ async def test_ledger_of_both_nodes_names_who_is_linked(gateway: Gateway, nodes:
 
 
 def test_start_failures_are_told_in_words(model_dir: Path, redis_url: str) -> None:
-    """Cause and hint on two lines, exit code 1; all cases at once, since each has to load torch."""
+    """A failed start prints an error without traceback and exits with 1; all cases run at once,
+    since each has to load torch."""
     dummy = ("--model", str(model_dir), "--load-format", "dummy")
     expected = {
         ("--host", "192.0.2.1", "--insecure-bind", *dummy): "cannot listen on 192.0.2.1:0",

@@ -193,7 +193,8 @@ async def test_another_tenant_s_prefix_does_not_come(
 async def test_a_source_that_hangs_or_is_killed_costs_no_attempt(
     engines: Engines, reference: ModelRunner
 ) -> None:
-    """Last here, since it ends an engine."""
+    """A failed fetch costs no attempt: the prefix is computed. Last here, since it ends an
+    engine."""
     cold = engines.request(3000)
     expected = single_process_tokens(reference, cold)
     await engines.run("decode-1", cold)

@@ -126,7 +126,7 @@ def test_each_rank_has_the_scales_of_its_heads(config: EngineConfig) -> None:
 
 
 def test_ranks_share_weights_in_int4(tmp_path: Path) -> None:
-    """Each rank has its part of the words of eight outputs, and of the groups of inputs."""
+    """Ranks divide int4 weights by words of eight outputs, or by groups of inputs."""
     sizes = {"num_attention_heads": 8, "head_dim": 16, "intermediate_size": 192}
     write_int4_checkpoint(tmp_path, "awq, groups of 32", num_hidden_layers=1, **sizes)
     config = EngineConfig(model=str(tmp_path), device="cpu", num_kv_blocks=60)

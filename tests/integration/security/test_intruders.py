@@ -357,7 +357,8 @@ def test_an_engine_says_nothing_to_who_does_not_know_the_secret(world: World, wh
 def test_a_flood_of_strangers_at_an_engine_disturbs_nobody(
     world: World, who: str, is_local: bool
 ) -> None:
-    """1,000 connections a second, half of them silent and half with invalid data."""
+    """Requests complete under 1,000 connections a second, half of them silent and half with invalid
+    data."""
     attacker: Intruder = getattr(world, who)
     engines = asyncio.run(members_by_name(world))
     source, puller = engines["prefill-0"], engines["decode-0"].incarnation
@@ -487,7 +488,8 @@ def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(
 
 @pytest.mark.slow
 async def test_what_was_in_redis_makes_no_member_again(world: World, killed: Killed) -> None:
-    """Old entries are stored again, with a TTL and without, among junk; then the node returns."""
+    """A dead node's old entries, stored again with a TTL and without, among junk, are ignored; then
+    the node returns."""
     prefix = f"baton:{CLUSTER}:member:"
     old = killed.dead.incarnation
     assert decode_entry(killed.entry, ClusterSecret(SECRET)).member.incarnation == old

@@ -205,7 +205,7 @@ def test_a_reset_at_any_byte_goes_on_at_the_chunk_that_was_not_taken(world: Worl
 
 
 def test_a_reset_at_any_byte_of_the_opening_goes_on(world: World) -> None:
-    """The new connection breaks too."""
+    """A pull survives resets at any byte of the opening, even if the new connection breaks too."""
     with world.window() as window:
         for way in (ON, BACK):
             for offset in range(1, OPENING[way] + 1):
@@ -259,7 +259,7 @@ def test_a_connection_that_always_breaks_is_given_up_in_time(world: World) -> No
 
 
 def test_progress_counts_resets_anew(world: World) -> None:
-    """More resets than one chunk would survive, with progress between them."""
+    """A pull with progress survives more resets than one chunk would."""
     with world.window() as window:
         window._carrier.max_request_blocks = 1
         ids = [2 + i % 8 for i in range(60)]
@@ -280,7 +280,8 @@ def test_a_source_that_is_gone_is_given_up_at_once(world: World) -> None:
 
 
 def test_a_closed_window_does_not_connect_again(world: World) -> None:
-    """Its link is lost: pulls on their way may succeed, but there is no new connection."""
+    """A closed window opens no connection after the loss of its link, though pulls on their way may
+    succeed."""
     with world.window() as window:
         world.proxy.lost = frozenset({BACK})
         waiting = [begin(window, world.pairs()) for _ in range(2)]
@@ -298,8 +299,8 @@ def test_a_closed_window_does_not_connect_again(world: World) -> None:
 
 @pytest.mark.parametrize("offset", [None, 500, 3 * REQUEST[BACK] - 4], ids=str)
 def test_silence_ends_every_pull_that_waits(world: World, offset: int | None) -> None:
-    """Silence before the request, after it, in a body and in the last verdict; the next pull
-    succeeds."""
+    """Silence before the request, after it, in a body or in the last verdict ends the pull; the
+    next one succeeds."""
     ways = [{BACK}, {ON}, {ON, BACK}]  # all at once, as each takes its time
     with contextlib.ExitStack() as stack:
         worlds = [stack.enter_context(world.beside()) for _ in ways]

@@ -301,7 +301,7 @@ def test_a_verdict_without_blocks_is_none(served: Served, destination: HostPool)
 def test_who_passes_on_the_handshake_from_another_port_is_refused(
     served: Served, destination: HostPool
 ) -> None:
-    """As by a process that took the port of a dead source."""
+    """A relayed handshake, as by a process that took the port of a dead source, is refused."""
     relay = Relay(served.server.port)
     with contextlib.closing(relay), pytest.raises(HandoffFailed):
         connect(replace(served.remote, port=relay.port), None)
@@ -347,7 +347,7 @@ class TestWhoIsLetIn:
             connect(remote, BlockCut.of(None, BLOCK_BYTES))
 
     def test_a_source_that_does_not_know_the_key_is_refused(self, served: Served) -> None:
-        """Another process has taken the port."""
+        """A process without the key that has taken the source's port is refused."""
         with pytest.raises(HandoffFailed):
             connect(replace(served.remote, key=bytes(32)), None)
 
@@ -387,7 +387,8 @@ class TestWhoIsLetIn:
 
     @pytest.mark.parametrize("step_s", [10.0, 0.2])
     def test_dawdlers_are_closed_within_two_seconds(self, served: Served, step_s: float) -> None:
-        """The header alone, then nothing, or a byte now and then."""
+        """Connections that send only the header, or a byte now and then, are closed within two
+        seconds."""
         ours = Dialer(bytes(32), wire.PURPOSE, dialer=PULLER, listener=SOURCE, address="x")
         opening = ours.opening
         begin_s = time.monotonic()
