@@ -110,8 +110,8 @@ def used_bytes(gpu: int) -> int:
 async def test_kill_9_under_load(
     system: Cluster, reference: GpuReference, name: str, part: str
 ) -> None:
-    """With mappings open and copies in progress; the node restarts on its ports, with its memory
-    freed."""
+    """A node killed with mappings open and copies in progress restarts on its ports, with its
+    memory freed."""
     gpu = 0 if name.startswith("prefill") else 1
     async with Scene(system, reference) as scene:
         before, address = used_bytes(gpu), system.processes[name].address
@@ -128,7 +128,8 @@ async def test_kill_9_under_load(
 
 
 async def test_a_lease_that_runs_out_during_pulls(system: Cluster, reference: GpuReference) -> None:
-    """The puller pauses for longer than a lease; the source reuses the blocks."""
+    """Streams stay right if the puller pauses for longer than a lease and the source reuses the
+    blocks."""
     async with Scene(system, reference) as scene:
         streams = [scene.ask(600, 30) for _ in range(24)]
         await streams[0].reached(1)
@@ -180,8 +181,8 @@ async def test_other_transports_are_named_and_right(
 async def test_sides_of_unequal_size(
     reference: GpuReference, prefill_gpus: str, decode_gpus: str
 ) -> None:
-    """One side has two ranks, one of which shares its GPU with the other side, which nccl does not
-    support."""
+    """Hand-offs work if one side has two ranks, one of which shares its GPU with the other side,
+    which nccl does not support."""
 
     def side(gpus: str) -> tuple[str, ...]:
         num_ranks = str(len(gpus.split(",")))

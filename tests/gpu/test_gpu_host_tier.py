@@ -120,7 +120,7 @@ def test_tokens_are_the_same_from_host_memory(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_tokens_are_the_same_from_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Host memory holds only a chat or two."""
+    """Tokens are the same if host memory holds only a chat or two and the rest is on disk."""
     monkeypatch.setattr(CopyCost, "pays", lambda self, num_bytes, *others: num_bytes > 0)
     rng = random.Random(11)
     chats = [tuple(rng.choices(range(3, 4096), k=n)) for n in (250, 100, 400, 330, 120, 280)]

@@ -170,8 +170,8 @@ def test_blocks_are_copied_behind_all_that_was_launched(
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_row_of_nan_fails_alone(tmp_path: Path, head_dim: int) -> None:
-    """In a step of decodes and in one of prompts, other sequences get the results of a run
-    alone."""
+    """Next to a sequence with NaN, in a step of decodes or of prompts, others get the results of a
+    run alone."""
     write_checkpoint(tmp_path, seed=6, head_dim=head_dim)
     config = replace(config_of(tmp_path, "cuda"), dtype="bfloat16")
     runner = ModelRunner(config)
@@ -216,7 +216,8 @@ except EngineFailed as error:
 
 
 def test_a_fault_on_the_device_is_a_typed_error(tmp_path: Path) -> None:
-    """A token id beyond the vocabulary stops the device, hence in a process of its own."""
+    """A token id beyond the vocabulary is a typed error; it stops the device, hence a separate
+    process."""
     write_checkpoint(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", _FAULT, str(tmp_path), str(TESTS)],

@@ -135,7 +135,8 @@ def test_heads_go_to_where_they_belong(
 def test_windows_that_open_at_once_do_not_disturb_each_other(
     source: Source, kv: CudaKvMemory
 ) -> None:
-    """Each window records graphs meanwhile; the last ones have more streams than torch's pool."""
+    """Windows open at once while each records graphs; the last ones have more streams than torch's
+    pool."""
     num_windows = 12
 
     def check(index: int) -> list[BlockPair]:

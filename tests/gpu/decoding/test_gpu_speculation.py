@@ -170,8 +170,9 @@ def test_a_head_drafts_what_it_does_on_a_cpu(
     attention: str,
     num_requests: int,
 ) -> None:
-    """without measured times all drafts pay"""
-    monkeypatch.setattr(GpuStep, "device_s", None)  # its clock stands still too: all drafts pay
+    """A head drafts the same as on a CPU, with ample memory, then with preemptions; the tokens
+    equal those without a head."""
+    monkeypatch.setattr(GpuStep, "device_s", None)  # without measured times all drafts pay
     drafting = json.dumps(write(tmp_path) | {"num_speculative_tokens": MOST})
 
     def runner(device: str, speculative_config: str | None = drafting) -> ModelRunner:

@@ -164,8 +164,9 @@ def test_every_plan_in_fp8(sizes: tuple[int, int, int, int], num_tokens: int, by
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("plan", [*FP8_PLANS[3:], choose_plan(Sizes(8, 2, 1, 1, "fp8"), 9999, 2)])
 def test_long_sums_in_fp8_keep_their_bits(by: str, plan: Tiles) -> None:
-    """Sums of 4096 positive numbers: the tensor cores accumulate in 14 bits and truncate the rest.
-    By a model of that, full sums in them are 7e-2 too small, and those of 128 inputs 6e-4."""
+    """Sums of 4096 positive numbers stay precise, although tensor cores accumulate in 14 bits and
+    truncate the rest. By a model of that, full sums in them are 7e-2 too small, and those of 128
+    inputs 6e-4."""
     inner = 4096
     mixture = make_mixture(8, 2, 256, inner)
     made = [BY[by](matrix.abs()) for matrix in mixture.down.values]
@@ -237,7 +238,8 @@ NEAR_TIE = 0.2  # relative to the spread of a position's logits: see test_gpu_fp
 
 @pytest.mark.parametrize("name", ["block", "compressed, channel", "compressed, tensor", None])
 def test_tokens_of_an_engine_with_experts_in_fp8(tmp_path: Path, name: str | None) -> None:
-    """For a checkpoint in FP8, and for weights quantised at loading."""
+    """Tokens nearly tie with the oracle's, for a checkpoint in FP8 and for weights quantised at
+    loading."""
     if name is None:
         theirs = write_checkpoint(tmp_path, seed=4, **MODEL)
     else:
@@ -259,7 +261,7 @@ def test_all_tokens_with_the_same_experts(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 64, 300])
 def test_a_graph_follows_the_routing_of_each_replay(num_tokens: int) -> None:
-    """A replay also counts the routing, without tokens in the padding block."""
+    """Each replay routes and counts its own tokens, without those in the padding block."""
     mixture = make_mixture(*SIZES[0])
     whole = ExpertLoads(1, 128, 32, torch.device("cuda"))
     whole.slots = torch.arange(num_tokens, device="cuda") + 31
@@ -280,7 +282,8 @@ def test_a_graph_follows_the_routing_of_each_replay(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 600])
 def test_parts_of_ranks_add_up(num_tokens: int) -> None:
-    """Each rank has some whole experts, or a part of every expert's inner dimension."""
+    """Ranks' results sum to the whole if each has some whole experts, or a part of every expert's
+    inner dimension."""
     mixture = make_mixture(*SIZES[0])
     x = tokens_of(mixture, num_tokens)
     expected = expected_of(x, mixture)

@@ -118,8 +118,8 @@ def test_products_of_an_8b_model(name: str, rows: int, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("count", [3, 4])
 def test_stages_are_kept_until_they_were_read(count: int) -> None:
-    """With few stages, in programs that fill the multiprocessors, each stage is refilled at
-    once."""
+    """With few stages, in programs that fill the multiprocessors, no stage is refilled before it
+    was read."""
     torch.manual_seed(0)
     weight, x = weight_of(4096, 14_336), rows_of(17, 14_336, torch.bfloat16)
     way = Int4Stages(64, 8, 1, count, 2)
@@ -133,7 +133,8 @@ def test_stages_are_kept_until_they_were_read(count: int) -> None:
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 31, 33, 64])
 @pytest.mark.parametrize("way", STREAMED, ids=str)
 def test_streamed_products(way: Int4Stages, rows: int, has_bias: bool, dtype: torch.dtype) -> None:
-    """Gated and not, with outputs that do not fill a tile, and chunks that do not fill a stage."""
+    """Products are right, gated and not, with outputs that do not fill a tile, and chunks that do
+    not fill a stage."""
     torch.manual_seed(0)
     outputs, inputs = 1000, 128 * 9
     weight, x = weight_of(outputs, inputs), rows_of(rows, inputs, dtype).div_(30)
@@ -156,9 +157,9 @@ def test_streamed_products(way: Int4Stages, rows: int, has_bias: bool, dtype: to
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("way", OF_A_ROW, ids=str)
 def test_products_of_a_row(way: Int4Row, has_bias: bool, dtype: torch.dtype) -> None:
-    """Gated and not, with outputs that do not fill a tile, shares that do not fill stages, and
-    inputs of very different sizes: splitting the vector into parts loses less than rounding
-    does."""
+    """Products are right, gated and not, with outputs that do not fill a tile, shares that do not
+    fill stages, and inputs of very different sizes: splitting the vector into parts loses less than
+    rounding does."""
     torch.manual_seed(0)
     outputs = 1000
     large = 9 if dtype == torch.bfloat16 else 2  # sums stay below float16's maximum
@@ -182,7 +183,8 @@ def test_products_of_a_row(way: Int4Row, has_bias: bool, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("way", OF_A_ROW, ids=str)
 def test_a_row_of_one_sign(way: Int4Row) -> None:
-    """The weights' zero cancels most of each group's sum, of which 14 bits are kept."""
+    """Inputs of one sign stay precise, although the weights' zero cancels most of each group's sum,
+    of which 14 bits are kept."""
     torch.manual_seed(0)
     weight, x = weight_of(1024, 4096), rows_of(1, 4096, torch.bfloat16).abs_()
     expected = x.double() @ weight.dequantised(torch.float64).t()
@@ -258,8 +260,8 @@ def test_quantised_at_load_as_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_biases_and_sizes_that_are_no_multiples(tmp_path: Path) -> None:
-    """Outputs that do not fill a tile, and inputs that no kernel's layout supports, whose weights
-    are dequantised."""
+    """Models work with outputs that do not fill a tile, and with inputs that no kernel's layout
+    supports, whose weights are dequantised."""
     sizes = SIZES | {"head_dim": 64, "num_key_value_heads": 1, "intermediate_size": 160}
     variant = {"architecture": "Qwen2ForCausalLM", "has_varied_vectors": True}
     name = "compressed, zeros"
@@ -323,7 +325,8 @@ def expected_of(x: torch.Tensor, mixture: Mixture) -> torch.Tensor:
 @pytest.mark.parametrize("group_size", [128, 32])
 @pytest.mark.parametrize("sizes", EXPERTS, ids=str)
 def test_experts(sizes: tuple[int, int, int, int], group_size: int, dtype: torch.dtype) -> None:
-    """Every plan, with few rows and with many; all experts, and ranks that have some of them."""
+    """Every plan is right, with few rows and with many, for all experts and for ranks that have
+    some of them."""
     torch.manual_seed(0)
     mixture = make_mixture(sizes, dtype, group_size)
     chosen = [choose_plan(sizes_of(mixture), 2**n, 2) for n in range(15)]
