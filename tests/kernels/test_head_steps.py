@@ -107,8 +107,8 @@ def token_ids(outputs: dict[str, list[Any]]) -> dict[str, list[int]]:
 
 @ONE_IS_SLOW
 def test_tokens_and_drafts_are_those_of_a_cpu(config: EngineConfig, on_gpu: ModelRunner) -> None:
-    """Prompts in chunks and whole, decodes in graphs and beside prompts, greedy, sampled and
-    filtered."""
+    """Tokens and drafts equal a CPU's for prompts in chunks and whole, decodes in graphs and beside
+    prompts, greedy, sampled and filtered."""
     on_cpu, asked = ModelRunner(config), requests(3, 6)
     wanted, found = Recorder(on_cpu, MOST), Recorder(on_gpu, MOST)
     limits = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 100}
@@ -149,7 +149,8 @@ def test_a_step_is_counted_behind_the_heads_part(
 def test_two_ranks_draft_what_one_does(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank has a part of the head, and a part of the vocabulary, which is gathered."""
+    """Drafts equal one rank's if each rank has a part of the head, and a part of the vocabulary,
+    which is gathered."""
     monkeypatch.setattr(decode_shares, "_PROGRAMS_WANTED", 16)
     alone, spec = ModelRunner(config), SampleSpec(SamplingParams(temperature=0.0), key=1)
     draw = torch.Generator().manual_seed(5)

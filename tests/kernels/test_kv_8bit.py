@@ -238,7 +238,8 @@ def test_torch_computes_what_is_stored(lens: str, kv_dtype: torch.dtype) -> None
 @pytest.mark.parametrize("kv_dtype", TYPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_triton_stores_what_torch_does(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    """Except midpoints between two values, which another rotation may round either way."""
+    """Stored values are equal except midpoints between two values, which another rotation may round
+    either way."""
     pytest.importorskip("triton")
     from baton.kernels.kv.kv_blocks_triton import rotate_and_store
 

@@ -149,7 +149,7 @@ def test_decodes_in_columns_have_the_tokens_of_slices(runner: ModelRunner, way: 
 
 @pytest.mark.parametrize("way", ["graph", "graph beside a prompt", "no graph"])
 def test_drafts_have_the_tokens_of_a_step_of_a_cpu(runner: ModelRunner, way: str) -> None:
-    """Each sequence has its own number of drafts, in one graph."""
+    """Sequences with different numbers of drafts get the CPU's tokens in one graph."""
     rng = random.Random(4)
     nums_drafts = (0, 3, 1, 2, 0)
     contexts = [rng.randrange(1, 60) for _ in nums_drafts]
@@ -234,7 +234,8 @@ def test_the_largest_graph_of_a_kind_stays_where_more_rows_are_faster(runner: Mo
 def test_a_step_that_fills_a_graph_is_padded_by_no_kind(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step of few decodes, and one of the most: their largest graphs differ."""
+    """A step that fills its graph needs no padding, with few decodes and with the most: their
+    largest graphs differ."""
     monkeypatch.setattr(gpu_steps, "_FEW_DECODES", 8)
     steps = steps_of(runner, has_graphs=True)
     few, many = (steps.prefill_graphs[room].sizes for room in (8, MAX_NUM_SEQS))

@@ -176,7 +176,8 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Mo
 
 
 def test_tokens_and_scores_are_those_of_one_rank(engines: tuple[ModelRunner, Ranks]) -> None:
-    """Prompts, then decodes: greedy, sampled, filtered, biased, scored, with further samples."""
+    """Prompts, then decodes, give one rank's results: greedy, sampled, filtered, biased, scored,
+    with further samples."""
     alone, ranks = engines
     vocab_size, rng = alone.model_config.vocab_size, random.Random(3)
     sequences = [[rng.randrange(vocab_size) for _ in range(length)] for length in PROMPT_LENS]

@@ -78,8 +78,9 @@ def capture(steps: GpuSteps) -> list[FixedGraph]:
 
 
 def test_steps_in_flight_do_not_meet(tmp_path: Path) -> None:
-    """Prompts with and without graphs, decodes: the first stage finishes all steps before the
-    others begin, or all stages run concurrently."""
+    """Steps of prompts, with and without graphs, and of decodes do not overwrite each other's data,
+    whether the first stage finishes all steps before the others begin or all stages run
+    concurrently."""
     write_checkpoint(tmp_path, seed=1, has_varied_vectors=True, vocab_size=40, num_hidden_layers=3)
     config = EngineConfig(model=str(tmp_path), device="cpu", num_kv_blocks=200)
     alone, ranks = ModelRunner(config), Ranks(config, 1, NUM_STAGES, by_tcp=True)
@@ -111,8 +112,8 @@ def test_steps_in_flight_do_not_meet(tmp_path: Path) -> None:
 
 
 def test_stages_start_at_their_own_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole start on a GPU: the largest step, the least number of blocks of any stage, one
-    choice of graphs for all, captures. The tokens are those of one process."""
+    """The start on a GPU works across hosts: the largest step, the least number of blocks of any
+    stage, one choice of graphs for all, captures. The tokens are those of one process."""
     write_checkpoint(tmp_path, seed=1, has_varied_vectors=True, vocab_size=40, num_hidden_layers=3)
     config = EngineConfig(
         model=str(tmp_path), device="cpu", num_kv_blocks=60, max_num_seqs=3, mixed_graph_tokens=0

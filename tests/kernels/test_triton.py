@@ -228,7 +228,8 @@ def sampled_by_ranks(
 def test_ranks_that_share_the_vocabulary_sample_as_one_does(
     vocab_size: int, num_ranks: int
 ) -> None:
-    """The tokens are the same; log-probabilities are summed over other chunks."""
+    """Ranks with parts of the vocabulary sample one rank's tokens; log-probabilities are summed
+    over other chunks."""
     generator = random.Random(vocab_size)
     rows = [
         drawn(generator.choice([0.0, 0.3, 1.0, 2.0]), key)
@@ -412,7 +413,7 @@ def test_sliding_windows(window: int, lens: str) -> None:
 def test_one_long_sequence_among_short_ones(
     window: int | None, has_many_heads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only this sequence is split into shares of its keys, more than are merged at once, some
+    """Only the long sequence is split into shares of its keys, more than are merged at once, some
     outside the window. With many heads fewer shares are merged at once, several heads together."""
     most = 0 if has_many_heads else 1 << 30
     monkeypatch.setattr(decode_attention_triton, "_MANY_HEADS", most)
@@ -531,7 +532,7 @@ def test_the_last_shares_are_short(is_8bit: bool) -> None:
 def test_prompts_behind_long_contexts(
     heads: tuple[int, int], window: int | None, dtype: torch.dtype, is_graph: bool
 ) -> None:
-    """Their few tiles are split along the keys."""
+    """Prompts after long contexts have few tiles, which are split along the keys."""
     batch = Batch(heads, 64, [(1090, 5), (0, 3), (530, 40)], dtype)
     expected, _ = batch.reference(window)
     if is_graph:
@@ -621,7 +622,8 @@ WIDE_LENS = {
 def test_prompts_in_tiles_of_hopper(
     lens: str, heads: tuple[int, int], dim: int, dtype: torch.dtype, is_graph: bool
 ) -> None:
-    """By prefill_gluon.py, and beside decodes; values after a sequence's end are not read."""
+    """The kernel in prefill_gluon.py is right, also beside decodes; values after a sequence's end
+    are not read."""
     batch = Batch(heads, dim, WIDE_LENS[lens], dtype)
     lengths, tables = batch.metadata.seq_lens, batch.metadata.block_tables
     for length, table in zip(lengths, tables, strict=True):
@@ -638,7 +640,8 @@ def test_prompts_in_tiles_of_hopper(
 
 @pytest.mark.parametrize(("dim", "block_size"), [(128, 16), (64, 64)])
 def test_the_prefill_of_hopper_compiles_without_a_gpu(dim: int, block_size: int) -> None:
-    """With any installed version of Triton: Gluon's interface is not stable."""
+    """The kernel compiles with the installed version of Triton, since Gluon's interface is not
+    stable."""
     program = Path(__file__).with_name("compile_prefill.py")
     command = [sys.executable, str(program), str(dim), str(block_size)]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}

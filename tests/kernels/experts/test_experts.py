@@ -174,7 +174,7 @@ def test_sizes_that_tiles_divide_and_do_not(sizes: tuple[int, int], plan: Plan) 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_all_tokens_with_one_expert(plan: Plan) -> None:
-    """The other experts have no token, and this one has several tiles."""
+    """Results are right if one expert has all tokens, in several tiles, and the others none."""
     mixture = make_mixture(5, 1)
     mixture.router[3] = mixture.router[3].abs() * 100
     x = tokens_for(plan, mixture, 35).abs()
@@ -436,7 +436,8 @@ INT4_SIZES = [(384, 128, 32), (128, 256, 64), (256, 128, 128)]  # hidden, inner,
 
 @pytest.mark.parametrize(("sizes", "plan"), half(INT4_SIZES, INT4_PLANS, is_whole=HAS_GPU), ids=str)
 def test_weights_in_int4(sizes: tuple[int, int, int], plan: Tiles) -> None:
-    """Outputs that are and are not multiples of tiles, rows that fill tiles and that do not."""
+    """Results are right for outputs that are and are not multiples of tiles, and rows that fill
+    tiles or not."""
     hidden, inner, group_size = sizes
     mixture = make_int4_mixture(4, 2, hidden, inner, group_size)
     x = torch.randn(19, hidden, device=DEVICE)
@@ -471,7 +472,8 @@ def test_all_tokens_with_one_expert_in_int4() -> None:
 
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_parts_of_ranks_in_int4_add_up(is_whole: bool) -> None:
-    """Each rank has some whole experts, or a part of every expert's inner dimension."""
+    """Ranks' results sum to the whole if each has some whole experts, or a part of every expert's
+    inner dimension."""
     whole = make_int4_mixture(4, 2, 128, 256, 32)
     x = torch.randn(5, 128, device=DEVICE)
     total = torch.zeros_like(x)

@@ -229,7 +229,8 @@ def test_what_is_no_number_stays_in_its_row(kind: type[Fp8Weight], rows: int) ->
 def test_operations_are_those_of_the_reference(
     rows: int, kind: type[Fp8Weight], dtype: torch.dtype
 ) -> None:
-    """From floats to floats: intermediate quantisation is the same."""
+    """From floats to floats, operations equal the reference's, including intermediate
+    quantisation."""
     x, triton_ops, reference = randn(rows, 256, dtype=dtype), TritonOps(), ops.Ops()
     gate_up, down = weight_of(kind, 256, 256), weight_of(kind, 96, 128)
     limit = 1e-2 if HAS_GPU else KERNEL_NOISE if rows > 1 else 0.4  # one halved number
@@ -251,7 +252,8 @@ def test_operations_are_those_of_the_reference(
     "name", [pytest.param("compressed, channel", marks=pytest.mark.slow), "block"]
 )
 def test_a_model_computes_what_its_reference_does(tmp_path: Path, name: str) -> None:
-    """A decoder's layers from one checkpoint, with both sets of operations."""
+    """All of a decoder's layers, from one checkpoint, give the same results with both sets of
+    operations."""
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "vocab_size": 60}
     write_fp8_checkpoint(tmp_path, name, num_attention_heads=2, **sizes)
     config = read_model_config(tmp_path)
@@ -329,7 +331,8 @@ KERNELS = ("streamed", "turned", "few_rows", "quantise", "norm", "experts", "wid
 
 @pytest.mark.parametrize("options", [("--first",), pytest.param((), marks=pytest.mark.slow)])
 def test_the_kernels_compile_without_a_gpu(options: tuple[str, ...]) -> None:
-    """With any installed version of Triton: Gluon's interface is not stable."""
+    """The kernels compile with the installed version of Triton, since Gluon's interface is not
+    stable."""
     program = Path(__file__).with_name("compile_quantised.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(program), *KERNELS, *options]
@@ -341,7 +344,7 @@ def test_the_kernels_compile_without_a_gpu(options: tuple[str, ...]) -> None:
 
 
 def test_stages_fit_into_shared_memory() -> None:
-    """With the input scales of large models."""
+    """Stages fit into shared memory beside the input scales of large models."""
     fitting = importlib.import_module("baton.kernels.products.fp8_streamed_gluon").fitting
     for stages in (Fp8Stages(32, 2, 8, 6), Fp8Stages(128, 2, 3, 3, is_turned=True)):
         for room, groups in itertools.product((16, 32, 64), (0, 32, 128, 256, 512)):
@@ -403,7 +406,7 @@ WIDE_STAGES = [
 def test_streamed_tiles_of_rows(
     outputs: int, inputs: int, rows: int, stages: Fp8Stages, has_bias: bool
 ) -> None:
-    """More than 64 rows, whole or split over the inputs."""
+    """Products of more than 64 rows are right, whole or split over the inputs."""
     weight = weight_of(BlockScaled, outputs, inputs)
     x = activations(BlockScaled, rows, inputs, torch.bfloat16)
     bias = randn(outputs, dtype=torch.bfloat16) if has_bias else None
@@ -438,8 +441,7 @@ def test_blocks_products_are_summed_up_by_their_norm(rows: int, has_bias: bool) 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 5, 48, 100])
 def test_chains_in_a_graph_follow_their_inputs(kind: type[Fp8Weight], rows: int) -> None:
-    """GEMMs after norms and other GEMMs in a replayed graph: no input is read before it is
-    written."""
+    """In a replayed graph of norms and GEMMs no input is read before it is written."""
     triton_ops = TritonOps()
     weights = [
         kind(*(quantise_blocks if kind is BlockScaled else quantise_rows)(randn(1024, 1024)))

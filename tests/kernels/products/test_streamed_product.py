@@ -164,7 +164,8 @@ ALL_CASES = tuple(str(number) for number in range(11))
     "cases", [("3", "4", "7", "9"), pytest.param(ALL_CASES, marks=pytest.mark.slow)]
 )
 def test_the_kernel_compiles_without_a_gpu(cases: tuple[str, ...]) -> None:
-    """With any installed version of Triton: Gluon's interface is not stable."""
+    """The kernel compiles with the installed version of Triton, since Gluon's interface is not
+    stable."""
     program = Path(__file__).with_name("compile_streamed_product.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(program), *cases]
@@ -269,7 +270,8 @@ def test_gated_products_of_many_rows(
 def test_shares_add_up_to_the_product(
     num_outputs: int, num_inputs: int, room: int, stages: Stages, has_bias: bool
 ) -> None:
-    """Also with fewer steps than shares, and the same for any row alone."""
+    """The shares sum to the product, also with fewer steps than shares, and a row's sum is the same
+    alone."""
     from baton.kernels.products.streamed_product_gluon import streamed_summands
 
     for num_rows in (room - 27, room):
@@ -312,7 +314,7 @@ def test_the_norm_adds_up_what_models_take(num_outputs: int, num_rows: int) -> N
 def test_what_is_sent_lies_where_it_is_added_up(
     num_ranks: int, in_parts: bool, num_outputs: int, num_rows: int, dtype: torch.dtype
 ) -> None:
-    """One GPU plays all ranks: all words of their slots are written, and no others."""
+    """All words of all ranks' slots are written, and no others; one GPU plays all ranks."""
     from baton.kernels.products.streamed_product_gluon import send_streamed_product
 
     memories = [
@@ -351,8 +353,7 @@ def test_what_is_sent_lies_where_it_is_added_up(
     ("num_rows", "stages"), [(48, Stages(32, 128, 9, 3)), (112, Stages(64, 128, 4, 4))]
 )
 def test_chains_of_products_follow_their_inputs(num_rows: int, stages: Stages) -> None:
-    """GEMMs after norms and other GEMMs in a replayed graph: no input is read before it is
-    written."""
+    """In a replayed graph of norms and GEMMs no input is read before it is written."""
     torch.manual_seed(0)
     weights = [vectors(4096, 4096) for _ in range(6)]
     scales = torch.rand(4096, device="cuda", dtype=torch.bfloat16)
