@@ -127,7 +127,8 @@ def test_with_colliding_hashes_blocks_stay_accounted_and_only_collisions_are_wro
 
 
 def test_a_collision_would_be_wrong_kv() -> None:
-    """The reason for 128 bits: nothing after the hash would detect a collision."""
+    """A collision gives wrong KV, since nothing after the hash would detect it: the reason for 128
+    bits."""
     model = Model(hash_values=1)
     model.serve((1, 1))
     assert model.serve((2, 2)) == [(1, 1)]
