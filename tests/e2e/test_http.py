@@ -263,7 +263,8 @@ def test_errors_are_openais_exceptions(demo: Subject) -> None:
 
 
 def test_log_likelihoods_are_those_of_transformers(demo: Subject) -> None:
-    """The request of evaluation harnesses: ids, echo, logprobs of the prompt, one token."""
+    """Scores are right in the request of evaluation harnesses: ids, echo, logprobs of the prompt,
+    one token."""
     oracle = GreedyOracle(demo.local.model_dir)
     generator = random.Random(1)
     prompts = [[generator.randrange(1, 4096) for _ in range(size)] for size in (2, 17, 100)]
@@ -298,7 +299,7 @@ def test_prompt_logprobs_by_token_id(demo: Subject) -> None:
 
 
 def test_beams_over_http(demo: Subject) -> None:
-    """Beams, streamed too: each of the best is one event, at the end."""
+    """Beams work, streamed too: each of the best is one event, at the end."""
     extra = {"use_beam_search": True, "best_of": 3, "length_penalty": 0.0, "early_stopping": True}
     create = demo.client.completions.create
     whole = create(model="demo", prompt=CODE, max_tokens=10, n=2, extra_body=extra)

@@ -118,7 +118,8 @@ def test_an_engine_does_not_start_without_directory_or_host_memory(
 
 
 def test_a_deployments_prompt_is_found_on_disk(cold: LocalEngine, tmp_path: Path) -> None:
-    """On the prefill node; gateways do not know which engine has a prompt on disk."""
+    """A prompt is read from the prefill node's disk; gateways do not know which engine has it
+    there."""
     block_bytes = cold.runner.kv.block_bytes
     expected = [generate(cold, chat) for chat in CHATS]
     tiers = {"swap_space": 40 * block_bytes / 2**30, "kv_disk_path": str(tmp_path)}

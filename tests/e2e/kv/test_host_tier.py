@@ -117,8 +117,8 @@ def test_tokens_of_two_ranks_are_the_same(cold: LocalEngine) -> None:
 
 
 def test_a_deployments_prompt_is_found_in_host_memory(cold: LocalEngine) -> None:
-    """On the prefill node, after others have evicted it from the pool; the gateway knows where it
-    is."""
+    """A prompt that others have evicted from the prefill node's pool is read from host memory, and
+    the gateway routes to it."""
     config = EngineConfig(
         device="cpu",
         max_model_len=512,
