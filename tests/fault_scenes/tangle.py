@@ -4,8 +4,8 @@
     puller  ══ TCP ══► Tangle ══► source
 
 TCP itself neither duplicates nor reorders, so these are faults that a bug in a channel would cause.
-It knows how a channel begins and a single message, the source's Hello: `on_data_port` gets the data
-port in it.
+The proxy parses the start of a channel and one message, the source's Hello: `on_data_port` receives
+the data port in it.
 """
 
 from __future__ import annotations
