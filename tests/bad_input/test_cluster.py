@@ -118,8 +118,8 @@ def test_strange_dispatches(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(_NUM_ROUNDS))
 def test_strange_peer_messages(seed: int) -> None:
-    """Strange messages within an ongoing hand-off: it completes or ends with an error, and so does
-    the pair."""
+    """With a strange message within a hand-off, it completes or ends with an error, and so does the
+    pair."""
     rng, world = random.Random(seed), _linked()
     for i in range(_PER_ROUND):
         number = 1000 * seed + i

@@ -46,7 +46,7 @@ POOLING = [
 
 
 def test_these_routes_and_no_others(target: Target) -> None:
-    """HEAD counts like its GET."""
+    """The server has exactly these routes; HEAD counts like its GET."""
     found: dict[str, set[str]] = {}
     for method, path in target.routes:
         if method != "HEAD":
@@ -117,7 +117,8 @@ def test_responses_that_are_not_kept(target: Target, name: str) -> None:
 
 
 def test_these_services_and_no_others(target: Target) -> None:
-    """As listed by reflection; unlisted methods are called in test_credentials.py."""
+    """Reflection lists exactly these services; unlisted methods are called in
+    test_credentials.py."""
     stub = target.channel.stream_stream(
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
         request_serializer=ServerReflectionRequest.SerializeToString,

@@ -96,7 +96,7 @@ def test_heads(target: Target, name: str) -> None:
 
 
 def test_a_few_ranges_are_the_whole_file(target: Target) -> None:
-    """B70: range requests get the whole file or nothing."""
+    """B70: a request for ranges gets the whole file."""
     whole = target.http("GET", "/dashboard")
     part = target.http("GET", "/dashboard", headers={"Range": "bytes=0-0,1-1,2-2"})
     assert (part.status, part.text) == (200, whole.text)
@@ -203,7 +203,8 @@ def test_a_flood_of_continuations(target: Target) -> None:
 
 
 def test_a_bomb_of_references(target: Target) -> None:
-    """B73: one large header in the HPACK table, referenced by one byte each time."""
+    """B73: a header in the HPACK table, referenced by one byte each time, does not use up
+    memory."""
     large = b"\x40\x01a\x7f\x80\x1e" + b"x" * (127 + 15 * 256 - 0)  # 3967 bytes, indexed
 
     def frames() -> Iterator[bytes]:
@@ -365,7 +366,7 @@ def test_deadlines(target: Target, timeout: bytes, allowed: list[bytes]) -> None
     ids=lambda value: "" if isinstance(value, bytes) else f"B76-{value}",
 )
 def test_odd_calls(target: Target, changes: dict[str, bytes], message: bytes) -> None:
-    """B76: a verdict or the end of the connection, never silence."""
+    """B76: an odd call gets a verdict or the end of the connection, never silence."""
     with target.connect(target.grpc_port) as plain:
         plain.sendall(
             _PREFACE
@@ -398,7 +399,8 @@ def _kinds_until_the_end(plain: socket.socket) -> set[int]:
 
 
 def test_what_a_compressed_message_unpacks_to_is_bounded(target: Target) -> None:
-    """B5, B74: 64 MiB of spaces are 64 KiB on the wire."""
+    """B5, B74: a message that is too large decompressed is refused: 64 MiB of spaces are 64 KiB on
+    the wire."""
     message = inference_pb2.GenerateRequest(text=" " * (64 * _MIB))
     options = [("grpc.enable_http_proxy", 0)]
     before = target.rss_bytes()
@@ -423,7 +425,8 @@ def test_what_a_compressed_message_unpacks_to_is_bounded(target: Target) -> None
 )
 @pytest.mark.parametrize("port", ["grpc_port", "node_port", "engine_port"])
 def test_other_formats_on_other_ports(target: Target, port: str, data: bytes) -> None:
-    """B88: closed; gRPC may send its own GOAWAY first, an engine sends nothing."""
+    """B88: the connection is closed; gRPC may send its own GOAWAY first, an engine sends
+    nothing."""
     with target.connect(getattr(target, port)) as plain:
         plain.sendall(data)
         answer = read_to_end(plain)
@@ -435,7 +438,8 @@ def test_other_formats_on_other_ports(target: Target, port: str, data: bytes) ->
 
 
 def test_who_says_nothing_is_closed(hasty: Target) -> None:
-    """F32: silent from the start, a byte now and then, or silent after a response."""
+    """F32: clients that are silent from the start or after a response, or send a byte now and then,
+    are closed."""
     with hasty.connect() as silent, hasty.connect() as slow, hasty.connect() as idle:
         began_s = time.monotonic()
         idle.sendall(_GET + b"\r\n")
@@ -491,8 +495,8 @@ def test_large_bodies_are_bounded_together(
 
 
 def test_answers_that_nobody_reads(hasty: Target) -> None:
-    """Responses beyond the kernel's buffers: the connection is dropped with all pending
-    responses."""
+    """A connection with unread responses beyond the kernel's buffers is dropped with all pending
+    ones."""
     num_files = hasty.num_files()
     with hasty.connect() as plain:
         plain.sendall((b"GET /openapi.json HTTP/1.1\r\n" + _HOST + b"\r\n") * 500)
@@ -532,7 +536,8 @@ def _until_it_serves(target: Target) -> None:
 
 
 def test_clients_that_go_away_leave_nothing(target: Target) -> None:
-    """Partial heads, partial bodies, whole requests: each connection is dropped at once."""
+    """After partial heads, partial bodies and whole requests a reset connection is dropped at
+    once."""
     head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + _HOST
     good = b'{"model": "demo", "prompt": "hi", "max_tokens": 50, "stream": true}'
     whole = head + b"Content-Length: %d\r\n\r\n" % len(good) + good
@@ -562,8 +567,8 @@ def test_silence_on_the_grpc_port_is_closed(target: Target) -> None:
 
 @pytest.mark.slow
 def test_very_many_idle_connections(target: Target) -> None:
-    """As many as this process may open, up to 10,000: memory stays bounded; gRPC calls are
-    served."""
+    """With as many connections as this process may open, up to 10,000, memory stays bounded and
+    gRPC calls are served."""
     before = target.rss_bytes()
     message = inference_pb2.GenerateRequest(text="hello", sampling={"max_tokens": 1})
     with ExitStack() as stack:

@@ -167,7 +167,7 @@ def test_bad_safetensors(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.safetensors"])
 def test_pickles_are_never_opened(tmp_path: Path, name: str) -> None:
-    """Neither beside the weights, nor instead of them, nor under their name."""
+    """Pickles are not opened beside the weights, nor instead of them, nor under their name."""
     mark = tmp_path / "mark"
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
@@ -195,7 +195,7 @@ def test_an_index_leads_nowhere_else(tmp_path: Path, name: object) -> None:
 
 
 def test_links_are_followed_to_data_alone(tmp_path: Path) -> None:
-    """Caches of models consist of links: these must lead to safetensors, or loading fails."""
+    """Links, of which caches of models consist, must lead to safetensors, or loading fails."""
     (tmp_path / "elsewhere").mkdir()
     save_file({"w": torch.ones(2, 2)}, tmp_path / "elsewhere/blob")
     folder = tmp_path / "model"
