@@ -166,7 +166,7 @@ def test_several_gateways_and_one_alone(
 def test_a_gateway_that_hangs(
     serve: Callable[..., PageServer], open_page: Callable[..., Any]
 ) -> None:
-    """The stream is open and silent."""
+    """The page shows a gateway as stale whose stream is open but silent."""
     gateway = SyntheticGateway()
     server = serve(gateway, 5)
     page = open_page(server.url)
