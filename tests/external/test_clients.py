@@ -139,7 +139,7 @@ def test_aiperf(url: str, tmp_path: Path) -> None:
     [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")],
 )
 def test_vllm_bench_serve(url: str, tmp_path: Path, backend: str, path: str) -> None:
-    """vLLM's own client: the program `vllm-rs` of its wheel needs nothing else.
+    """vLLM's own client works: the program `vllm-rs` of its wheel needs nothing else.
 
     Its random prompts are random ids as text, and few ids of a byte-level vocabulary of 4096 are
     text.

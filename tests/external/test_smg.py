@@ -204,7 +204,7 @@ def test_a_client_that_leaves_frees_its_blocks(world: World) -> None:
 
 
 def test_over_http(world: World) -> None:
-    """smg in front of the deployment's HTTP, as for any server of OpenAI's API."""
+    """smg works in front of the deployment's HTTP, as for any server of OpenAI's API."""
     assert SMG is not None
     plain = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     ports = [str(free_port()) for _ in range(2)]
