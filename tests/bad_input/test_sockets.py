@@ -135,8 +135,7 @@ def test_nothing_is_read_behind_a_body_that_is_refused(target: Target) -> None:
     assert answer.count(b"HTTP/1.") == 1 and answer.startswith(b"HTTP/1.1 415")
 
 
-# --- hand-made HTTP/2
-# ------------------------------------------------------------------------------
+# --- hand-made HTTP/2 -----------------------------------------------------------------------------
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _SETTINGS, _HEADERS, _CONTINUATION, _PING, _RESET, _WINDOW, _GOAWAY = 4, 1, 9, 6, 3, 8, 7

@@ -220,7 +220,7 @@ async def kill_gateway(scene: Scene) -> None:
     assert took_s < SOON_S
 
 
-# --- F9: paused and continued --------------------------------------------------------------------
+# --- F9: paused and continued -------------------------------------------------------------------
 
 
 async def pause_prefill(seconds: float, part: str, scene: Scene) -> None:
