@@ -43,7 +43,7 @@ def _linked() -> NodeWorld:
 
 
 def _gateway_frame(rng: random.Random, number: int) -> bytes:
-    """Any fields, or sometimes no valid protobuf at all."""
+    """A dispatch with mutated bytes, sometimes no valid protobuf at all."""
     one = request(number, rng.randrange(1, 40), max_tokens=rng.randrange(1, 9))
     pair = rng.choice(((SOURCE, PULLER), (SOURCE, PULLER), (PULLER, SOURCE), ("", ""), None))
     ticket = None if pair is None else Ticket(one.request_id, *pair)

@@ -57,7 +57,7 @@ def program(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The URL of a deployment with a short context, which ends requests for all that is left
+    """The URL of a deployment with a short context, so that requests for all remaining tokens end
     soon."""
     config = EngineConfig(model=str(DEMO), device="cpu", cpu_kv_bytes=64 << 20, max_model_len=256)
     with running(config) as system:

@@ -92,7 +92,7 @@ Answer: TypeAlias = Callable[[web.Request], Awaitable[web.Response]]
 
 @asynccontextmanager
 async def deployment(answer: Answer) -> AsyncIterator[str]:
-    """The URL of a deployment that returns such completions."""
+    """The URL of a server whose completions are handled by `answer`."""
     app = web.Application()
     app.router.add_post("/v1/completions", answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)

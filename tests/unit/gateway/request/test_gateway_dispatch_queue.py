@@ -187,7 +187,7 @@ async def test_places_go_to_callers_in_turn_and_nobody_passes_the_head() -> None
     rig.start("b1", 2, 10)
     rig.free(2)
     assert rig.dispatched == ["a0", "b0"]
-    rig.start("n", 3, 10, n=4)  # needs four slots at once, and has the shortest prompt
+    rig.start("n", 3, 10, n=4)  # needs four slots at once, from the lightest caller
     num_asked = len(rig.router.demands)
     for _ in range(3):
         rig.free()

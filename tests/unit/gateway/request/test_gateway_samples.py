@@ -156,7 +156,8 @@ def test_logprobs_stay_with_their_tokens_whatever_overtakes() -> None:
 def test_scores_of_a_prompt_are_copied_for_its_first_chunk_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A prompt's scores are copied for its first chunk only: outputs repeat them for each chunk."""
+    """Scores, which arrive in one output per chunk of the prompt, are copied once, for the first
+    chunk of text."""
     copied: list[int] = []
     all_scores = PromptScores.all
 

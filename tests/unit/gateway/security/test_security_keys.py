@@ -198,8 +198,8 @@ def test_a_changed_file_counts_at_once_and_a_broken_one_not_at_all(
 
 
 def test_a_file_that_is_put_right_counts_at_once(path: Path) -> None:
-    """A corrupted file that is restored is read again even if its content and mtime equal the old
-    ones."""
+    """A file whose permissions are corrected is read again at once, though neither its content nor
+    its mtime has changed."""
     old = add_key(path, "acme", ALL)
     accepted = accepted_in(path)
     new = add_key(path, "globex", ALL)
