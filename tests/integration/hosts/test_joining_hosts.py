@@ -1,6 +1,6 @@
-"""Which ranks may join an engine on several hosts, in any order; and which are refused, by name.
+"""Which ranks may join an engine on several hosts, in any order, and which are refused by name.
 
-Rank 0's end and the other hosts' are threads here.
+Rank 0 and the other hosts are threads here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Head:
 
 @pytest.fixture
 def config(tmp_path: Path) -> EngineConfig:
-    """Of three hosts with a stage each."""
+    """The config of an engine on three hosts, with a stage on each."""
     return EngineConfig(
         model=str(write_tiny_model(tmp_path)),
         load_format="dummy",
@@ -75,7 +75,7 @@ def join(
 
 
 def test_ranks_come_in_any_order(config: EngineConfig) -> None:
-    with pytest.raises(OSError):  # rank 0 is not there yet
+    with pytest.raises(OSError):  # rank 0 does not listen yet
         join(config, 2)
     head = Head(config)
     with join(config, 2), join(config, 1):
@@ -156,7 +156,7 @@ def test_who_proves_nothing_is_no_rank(config: EngineConfig, head: Head) -> None
         stranger.settimeout(5)
         try:
             heard = stranger.recv(100)
-        except ConnectionResetError:  # what it sent was not read
+        except ConnectionResetError:  # its data was not read
             heard = b""
         assert heard == b""
     assert not head.joined.done()
