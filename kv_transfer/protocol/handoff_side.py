@@ -13,8 +13,8 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from ...core.errors import BatonError, HandoffFailed, NodeLost
 from ...core.ports import Clock
-from .events import ClosePeer, PeerEvent, PeerLinked, PeerLost, PeerMessage, Send, Tick
-from .messages import Hello, Message
+from .events import PeerEvent, PeerLinked, PeerLost, PeerMessage, Send, Tick
+from .messages import Hello, Message, Refused
 from .pairing import Pair, PairState
 
 TOMBSTONE_S = 30.0
@@ -49,9 +49,9 @@ class HandoffSide(ABC, Generic[T, OwnEvent, OwnEffect]):
         self.pairs: dict[str, Pair] = {}
         self.transfers: dict[str, T] = {}
         self.tombstones = Tombstones(clock)
-        self._effects: list[Send | ClosePeer | OwnEffect] = []
+        self._effects: list[Send | OwnEffect] = []
 
-    def handle(self, event: PeerEvent | OwnEvent) -> list[Send | ClosePeer | OwnEffect]:
+    def handle(self, event: PeerEvent | OwnEvent) -> list[Send | OwnEffect]:
         """Process one event; returns what the caller must do now, in this order. Never raises
         because of what a peer or a gateway sent."""
         match event:
@@ -124,7 +124,7 @@ class HandoffSide(ABC, Generic[T, OwnEvent, OwnEffect]):
 
     def _refuse(self, peer: str, error: BatonError) -> None:
         self._drop_peer(peer, error)
-        self._effects.append(ClosePeer(peer, error))
+        self._send(peer, Refused(error))
 
     def _drop_peer(self, peer: str, error: BatonError) -> None:
         self._on_lost(peer, self.pairs.pop(peer, None), error)
@@ -134,7 +134,7 @@ class HandoffSide(ABC, Generic[T, OwnEvent, OwnEffect]):
         for transfer in [t for t in self.transfers.values() if t.expires_s <= now_s]:
             self._end(transfer, transfer.expiry(now_s))
 
-    def _send(self, peer: str, message: Message) -> None:
+    def _send(self, peer: str, message: Message | Refused) -> None:
         self._effects.append(Send(peer, message))
 
 

@@ -20,7 +20,6 @@ from ...core.errors import BatonError
 from ...core.ports import Clock
 from ...kv_transfer.protocol.events import (
     CancelPull,
-    ClosePeer,
     CloseWindow,
     Complete,
     DropReservation,
@@ -39,6 +38,7 @@ from ...kv_transfer.protocol.events import (
     Tick,
 )
 from ...kv_transfer.protocol.ledger import ledger
+from ...kv_transfer.protocol.messages import Refused
 from ...kv_transfer.protocol.puller import Puller
 from ...kv_transfer.protocol.source import Source
 from ..channels.engine_channels import EngineChannels
@@ -101,7 +101,7 @@ class Peers:
     def feed_source(self, event: SourceEvent) -> None:
         for effect in self._source.handle(event):
             match effect:
-                case Send() | ClosePeer():
+                case Send():
                     self._to_peer(Kind.PULLER, effect)
                 case PinPrefix():
                     for answer in self._loans.lend(effect):
@@ -119,7 +119,7 @@ class Peers:
     def feed_puller(self, event: PullerEvent) -> None:
         for effect in self._puller.handle(event):
             match effect:
-                case Send() | ClosePeer():
+                case Send():
                     self._to_peer(Kind.SOURCE, effect)
                 case StartPull():
                     self.pulls.start(effect)
@@ -148,7 +148,7 @@ class Peers:
 
     # -- both ----------------------------------------------------------------------------------
 
-    def _to_peer(self, kind: Kind, effect: Send | ClosePeer) -> None:
+    def _to_peer(self, kind: Kind, effect: Send) -> None:
         """Send to gateways first: the error of a request must reach its gateway from the engine
         where it occurred, before the peer reports that the transfer was cancelled."""
         self._flush_gateways()

@@ -32,7 +32,6 @@ from baton.core.errors import (
 from baton.engine.kv.block_pool import BlockRefs, Reservation
 from baton.kv_transfer.protocol.events import (
     CancelPull,
-    ClosePeer,
     CloseWindow,
     Complete,
     DropReservation,
@@ -64,6 +63,7 @@ from baton.kv_transfer.protocol.messages import (
     Release,
     Renew,
     Revoked,
+    Refused,
 )
 from baton.kv_transfer.protocol.puller import RELINK_WAIT_S, Puller
 from baton.kv_transfer.window.block_pairs import BlockPairs
@@ -143,7 +143,7 @@ def pull(seq: int, first: int, last: int) -> StartPull:
     return StartPull(T, seq, SOURCE, BlockPairs.join(refs(HASHES, first, last), destinations))
 
 
-def sent(effects: list[PullerEffect]) -> list[Message]:
+def sent(effects: list[PullerEffect]) -> list[Message | Refused]:
     return [effect.message for effect in effects if isinstance(effect, Send)]
 
 
@@ -316,7 +316,7 @@ def test_a_source_out_of_reach_is_refused() -> None:
     only(world.hear(hello(SOURCE)), OpenWindow)
     effects = world.feed(WindowFailed(SOURCE, HandoffFailed("no transport")))
     assert failure(effects) is HandoffFailed
-    only(effects, ClosePeer)
+    only(sent(effects), Refused)
     world.assert_over()
 
 
@@ -343,7 +343,8 @@ def test_a_window_that_failed_is_not_wanted_again_at_once() -> None:
         assert world.puller.is_linked(SOURCE) == is_open
         if is_open:
             only(world.intend(), OpenWindow)
-            only(world.feed(WindowFailed(SOURCE, HandoffFailed("no transport"))), ClosePeer)
+            effects = world.feed(WindowFailed(SOURCE, HandoffFailed("no transport")))
+            only(sent(effects), Refused)
     world.clock.advance(TOMBSTONE_S)
     assert world.puller.is_linked(SOURCE)
 
@@ -501,7 +502,7 @@ def test_refuses_a_pair_and_says_why(theirs: Message, error: type[BatonError], n
     world.feed(PeerLinked(SOURCE))
     effects = world.hear(theirs)
     assert failure(effects) is error
-    assert named in only(effects, ClosePeer).error.message
+    assert named in only(sent(effects), Refused).error.message
     world.assert_over()
 
 
@@ -513,7 +514,7 @@ def test_refuses_a_pair_and_says_why(theirs: Message, error: type[BatonError], n
 def test_closes_a_source_that_speaks_out_of_turn(world: World, message: Message) -> None:
     world.intend()
     effects = world.hear(message)
-    only(effects, ClosePeer)
+    only(sent(effects), Refused)
     only(effects, Failed)
 
 
