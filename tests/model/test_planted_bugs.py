@@ -29,7 +29,7 @@ from baton.engine.scheduling.queues import Queues
 from baton.kv_transfer.protocol.handoff_side import HandoffSide, Tombstones
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.puller_transfer import PullerTransfer
-from baton.kv_transfer.protocol.source import Source, SourceTransfer
+from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.shm.shm_window import ShmWindow
 from baton.node.peers.pulls import Pulls
 
@@ -115,8 +115,8 @@ BUGS = [
     Bug(
         "a chunk that was only launched is announced to those who cannot see its end",
         "blocks are copied before they are written",
-        SourceTransfer.take_next,
-        [("if not is_computed and not self.sees_steps:", "if False:")],
+        Source._flush,
+        [("if not is_computed and not transfer.sees_steps:", "if False:")],
         partial(search, "lost dispatch", launches=True, sees_steps=False),
         shows="failed although nothing happened to it",
     ),
