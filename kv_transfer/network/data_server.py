@@ -189,5 +189,5 @@ class DataServer:
     def _judge(self, ids: Ids, announced: Generations) -> PullOutcome:
         """Whether the blocks still have the announced generations."""
         assert self._pool is not None
-        is_current = np.array_equal(self._pool.generations.read_many(ids), announced)
+        is_current = self._pool.generations.match(ids, announced)
         return PullOutcome.OK if is_current else PullOutcome.STALE

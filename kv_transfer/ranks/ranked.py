@@ -64,10 +64,8 @@ def open_pieces(transports: Sequence[Transport], pieces: Sequence[SourcePiece]) 
     return JoinedWindow(windows, min(window.gbytes_per_s for window in windows))
 
 
-class JoinedWindow:
+class JoinedWindow(PoolWindow):
     """Several windows onto one source as one. `gbytes_per_s`: of all together."""
-
-    prepare = PoolWindow.prepare
 
     def __init__(self, windows: Sequence[PoolWindow], gbytes_per_s: float) -> None:
         self._windows = windows

@@ -69,14 +69,14 @@ def test_pairs_reach_another_rank() -> None:
     assert unpacked.ids.flags.writeable and unpacked.ids.flags.c_contiguous  # torch wants it so
 
 
-def test_many_generations_are_those_of_each_block() -> None:
+def test_generations_match_if_those_of_all_blocks_do() -> None:
     page = SharedGenerations(6, SOURCE)
     page.bump([2, 4, 4])
     reader = GenerationsReader(page.fd, 6, SOURCE)
-    before = reader.read_many(np.array([4, 1, 2]))
+    ids, drawn = np.array([4, 1, 2]), np.array([page.read(4), 0, page.read(2)], np.uint64)
+    assert reader.match(ids, drawn)
     page.bump([1])
-    assert before.tolist() == [page.read(4), 0, page.read(2)]
-    assert reader.read_many(np.array([1])).tolist() == [page.read(1)]
+    assert not reader.match(ids, drawn) and reader.match(ids[::2], drawn[::2])
     reader.close()
     page.close()
 
