@@ -123,8 +123,8 @@ BUGS = [
     Bug(
         "a chunk is copied when it was launched",
         "blocks are copied before they are written",
-        Pulls.start,
-        [("pull.step > (window.num_steps or 0)", "False")],
+        Pulls._is_written,
+        [("return ", "return True or ")],
         checks.what_a_step_writes_is_not_copied_before,
         shows="is not the KV of this sequence",
     ),
