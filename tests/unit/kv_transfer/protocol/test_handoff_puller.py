@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import TypeVar
 
 import pytest
 from fakes.clock import FakeClock
+from fakes.handoff.block_pairs import split
 from fakes.handoff.handoff import (
     FINGERPRINT,
     PULLER,
@@ -60,14 +63,16 @@ from baton.kv_transfer.protocol.messages import (
     Hello,
     Manifest,
     Message,
+    Refused,
     Release,
     Renew,
     Revoked,
-    Refused,
 )
 from baton.kv_transfer.protocol.puller import RELINK_WAIT_S, Puller
 from baton.kv_transfer.window.block_pairs import BlockPairs
 from baton.kv_transfer.window.transport import PullOutcome
+
+E = TypeVar("E")
 
 LEASE_S = 9.0
 LINK_WAIT_S = 10.0
@@ -95,7 +100,7 @@ class World:
         return self.feed(WindowOpened(SOURCE))
 
     def feed(self, event: PullerEvent) -> list[PullerEffect]:
-        return self.puller.handle(event)
+        return [comparable(effect) for effect in self.puller.handle(event)]
 
     def hear(self, message: Message, source: str = SOURCE) -> list[PullerEffect]:
         return self.feed(PeerMessage(source, message))
@@ -140,7 +145,15 @@ def manifest(seq: int, first: int, last: int, number: int = 1) -> Manifest:
 
 def pull(seq: int, first: int, last: int) -> StartPull:
     destinations = range(10 + first, 10 + last)
-    return StartPull(T, seq, SOURCE, BlockPairs.join(refs(HASHES, first, last), destinations))
+    pairs = BlockPairs.join(refs(HASHES, first, last), destinations)
+    return comparable(StartPull(T, seq, SOURCE, pairs))
+
+
+def comparable(effect: E) -> E:
+    """Its arrays as a list."""
+    if isinstance(effect, StartPull):
+        return dataclasses.replace(effect, pairs=split(effect.pairs))
+    return effect
 
 
 def sent(effects: list[PullerEffect]) -> list[Message | Refused]:
