@@ -213,7 +213,7 @@ BUGS = [
         "a doubled manifest is pulled twice",
         "the second copy overlaps the request's own writes",
         PullerTransfer.accept,
-        [("return False", "return True")],
+        [("return False", "self.unpulled.append((0, manifest))\n        return True")],
         partial(search, "double"),
         shows="pulled twice",
     ),
