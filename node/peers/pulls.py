@@ -72,17 +72,11 @@ class Pulls:
                 self._begin(pull, start)
 
     def _is_written(self, pull: StartPull) -> bool:
-        """Whether the step that writes the blocks has completed."""
-        return pull.step <= (self._windows[pull.incarnation].num_steps or 0)
+        """Whether the step that writes the blocks, if any, has completed."""
+        return not pull.step or pull.step <= (self._windows[pull.incarnation].num_steps or 0)
 
     def _begin(self, pull: StartPull, start: Starter) -> None:
-        name = (pull.transfer_id, pull.seq)
-
-        def ended(outcome: PullOutcome) -> None:
-            self._begun.pop(name, None)
-            self._feed(PullEnded(*name, outcome))
-
-        self._begun[name] = start(lambda outcome: self._post(partial(ended, outcome)))
+        self._begun[pull.transfer_id, pull.seq] = start(partial(self._report, pull))
 
     def cancel(self, transfer_id: str) -> None:
         """End a transfer's pulls as soon as possible."""
@@ -104,7 +98,12 @@ class Pulls:
                 self._report(pull, outcome)
 
     def _report(self, pull: StartPull, outcome: PullOutcome) -> None:
-        self._post(partial(self._feed, PullEnded(pull.transfer_id, pull.seq, outcome)))
+        """Any thread may call it."""
+        self._post(partial(self._ended, pull, outcome))
+
+    def _ended(self, pull: StartPull, outcome: PullOutcome) -> None:
+        self._begun.pop((pull.transfer_id, pull.seq), None)
+        self._feed(PullEnded(pull.transfer_id, pull.seq, outcome))
 
     def transport_of(self, incarnation: str) -> str:
         """The name of the transport to this source; empty if no window is open."""
