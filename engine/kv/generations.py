@@ -106,12 +106,9 @@ class GenerationsReader:
         word = slice(_NUM_STEPS_OFFSET, _NUM_STEPS_OFFSET + 8)
         self._num_steps = memoryview(self._memory)[word].cast("Q")
 
-    def read(self, block_id: int) -> int:
-        return self._values[block_id]
-
-    def read_many(self, block_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """The generations of many blocks, each read once; the ids are within the page."""
-        return np.frombuffer(self._values, np.uint64)[block_ids]
+    def match(self, block_ids: npt.NDArray[np.int64], known: npt.NDArray[np.uint64]) -> bool:
+        """Whether these blocks have the generations `known`; the ids are within the page."""
+        return np.array_equal(np.frombuffer(self._values, np.uint64)[block_ids], known)
 
     def num_steps(self) -> int:
         """How many of the owner's steps have written their KV; 0 if they are not counted."""

@@ -49,6 +49,7 @@ from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.shm.shm_window import ShmWindow
 from baton.kv_transfer.window.block_pieces import BlockCut
+from baton.kv_transfer.window.threaded_window import Pull
 from baton.kv_transfer.window.transport import PullOutcome
 from baton.node.peers.windows import Windows
 
@@ -243,8 +244,9 @@ def shm_rejects_what_is_rewritten_under_it() -> None:
     whole = BlockCut.of(None, 64)
     window = ShmWindow(PoolDescription(pool.incarnation, 64, 4), fds, pool, whole)
     try:
-        generation = pool.generations.read(2)
-        outcome = window._copy(2, generation, _RewrittenBefore(pool, 2))  # type: ignore[arg-type]
+        window._destination = [_RewrittenBefore(pool, 2)]  # type: ignore[assignment]
+        pair = BlockPair(BlockRef(2, pool.generations.read(2)), 0)
+        outcome = window.copy_blocks(Pull(block_pairs.join(pair), lambda outcome: None))
         assert outcome is PullOutcome.STALE, f"somebody else's bytes were taken: {outcome}"
     finally:
         window.close()

@@ -37,7 +37,7 @@ from baton.node.engine_process.engine_loop import EngineLoop
 from baton.node.engine_process.heartbeat import EngineNumbers, HeartbeatSender
 from baton.node.engine_process.promise_orders import PromiseOrders
 from baton.node.peers.peers import Peers
-from baton.node.peers.prefixes import PrefixFetches, PrefixLoans
+from baton.node.peers.prefixes import Prefixes
 from baton.node.peers.windows import Windows
 from baton.node.requests.request_io import RequestIO
 from baton.prefill_node.role import PrefillRole
@@ -158,8 +158,8 @@ class Node:
         hello, name = self.hello, self.incarnation
         source = Source(hello, self.clock, lease_s, ACCESS)
         puller = Puller(hello, self.clock, LINK_WAIT_S)
-        make_fetches = partial(
-            PrefixFetches, self.engine, puller, self.clock, FakeEntropy(int(name[:2], 16)),
+        make_prefixes = partial(
+            Prefixes, self.engine, puller, self.clock, FakeEntropy(int(name[:2], 16)),
             incarnation=name, lease_s=lease_s,
         )  # fmt: skip
         return Peers(
@@ -168,8 +168,7 @@ class Node:
             lambda feed: Windows(transport.open, self.post, feed, lambda run: run()),
             self.channels,
             self.desk.flush,
-            PrefixLoans(self.engine),
-            make_fetches,
+            make_prefixes,
             self.clock,
         )
 
