@@ -66,13 +66,12 @@ class ModelRunner:
         self._config = config
         self._count: CudaStepCount | None = None
         self._communicator = communicator
-        has_expert_parallel = config.enable_expert_parallel
-        placement = choose_placement(config, self.model_config)
+        self._placement = choose_placement(config, self.model_config, communicator)
         check_divisible(
             self.model_config,
             communicator.size,
-            has_expert_parallel=has_expert_parallel,
-            stays_quantised=placement.stays_quantised,
+            has_expert_parallel=config.enable_expert_parallel,
+            stays_quantised=self._placement.stays_quantised,
         )
         self.heads = heads_of_rank(self.model_config, communicator.rank, communicator.size)
         self.stages = layer_ranges(
@@ -81,9 +80,6 @@ class ModelRunner:
             decodes=config.pp_balance != "prefill",
         )
         self.layers = self.stages[communicator.stages.stage]
-        self._placement = dataclasses.replace(
-            placement, communicator=communicator, has_expert_parallel=has_expert_parallel
-        )
         prefill_attention = choose_attention(
             config, self.model_config, self._placement, self.max_model_len
         )

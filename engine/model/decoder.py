@@ -16,8 +16,8 @@ from torch import Tensor
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.experts.experts import ExpertLoads
 from ...kernels.kv.kv_blocks import HeadNorms
-from ...kernels.products.weights import Activations, Fp8Weight
-from .communicator import Communicator, Summand
+from ...kernels.products.weights import Activations, Fp8Weight, Summand
+from .communicator import Communicator
 from .experts import Experts
 from .layers import (
     MLP,

@@ -22,10 +22,10 @@ from torch._C import _distributed_c10d as c10d
 from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
 from ...kernels.layers.ops import Ops
-from ...kernels.products.weights import Activations, Fp8Weight, Weight
+from ...kernels.products.weights import Activations, Fp8Weight, Sent, Summand, Weight
 from ..hosts.tcp_stages import StageLink, TcpStages
 from ..kv.cuda_memory import export_handle
-from ..model.communicator import Communicator, Sent, Summand
+from ..model.communicator import Communicator, RankOps
 from ..model.stages import Stages
 from .loopback import connect_gloo
 from .torch_stages import GlooStages, NcclStages, set_up_nccl
@@ -177,7 +177,7 @@ class NcclCommunicator(Communicator):
         self._device = device
         self._meet = meet
         self._group: Any = None
-        self._peers: PeerReduce | None = None
+        self.peers: PeerReduce | None = None
 
     def connect(self) -> None:
         from .peer_reduce import allocate_exchange, connect_peers
@@ -192,42 +192,16 @@ class NcclCommunicator(Communicator):
             self.least(0)  # connects now, before any capture
         except RuntimeError as error:
             raise StartupFailed(f"NCCL does not connect the GPUs: {error}") from error
-        self._peers = connect_peers(own, handles, self.rank, self._device)
+        self.peers = connect_peers(own, handles, self.rank, self._device)
         self.stages.connect()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self._peers is not None and self._peers.can_reduce(x):
-            return self._peers.all_reduce(x)
+        if self.peers is not None and self.peers.can_reduce(x):
+            return self.peers.all_reduce(x)
         return self.sum_by_nccl(x)
 
-    def linear(self, ops: Ops, x: Activations, weight: Weight, bias: Tensor | None) -> Summand:
-        peers = self._peers
-        # No kernel sends a product with an FP8 weight.
-        if (
-            peers is not None
-            and isinstance(x, Tensor)
-            and isinstance(weight, Tensor)
-            and peers.send_product(x, weight, bias)
-        ):
-            return Sent()
-        return ops.linear(x, weight, bias)
-
-    def add_rms_norm(
-        self,
-        ops: Ops,
-        x: Summand,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        reader: Fp8Weight | None = None,
-    ) -> Activations:
-        if isinstance(x, Sent):
-            assert self._peers is not None
-            return self._peers.add_rms_norm(None, residual, weight, eps)
-        assert isinstance(x, Tensor)
-        if self._peers is not None and self._peers.can_reduce_rows(x):
-            return self._peers.add_rms_norm(x, residual, weight, eps)
-        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, reader)
+    def rank_ops(self, ops: Ops) -> RankOps:
+        return _PeerOps(ops, self)
 
     def sum_by_nccl(self, x: Tensor) -> Tensor:
         """`all_reduce` of any size, in place."""
@@ -256,8 +230,44 @@ class NcclCommunicator(Communicator):
 
     def close(self) -> None:
         self.stages.close()
-        if self._peers is not None:
-            self._peers.close()
+        if self.peers is not None:
+            self.peers.close()
         if self._group is not None:
             self._group.abort()
-        self._group = self._peers = None
+        self._group = self.peers = None
+
+
+class _PeerOps(RankOps):
+    """RankOps that send products to peers' memory, and add up small summands there."""
+
+    def __init__(self, ops: Ops, communicator: NcclCommunicator) -> None:
+        super().__init__(ops, communicator)
+        self._ranks = communicator
+
+    def summand(self, x: Activations, weight: Weight, bias: Tensor | None) -> Summand:
+        peers = self._ranks.peers
+        # No kernel sends a product with an FP8 weight.
+        if (
+            peers is not None
+            and isinstance(x, Tensor)
+            and isinstance(weight, Tensor)
+            and peers.send_product(x, weight, bias)
+        ):
+            return Sent()
+        return self.linear(x, weight, bias)
+
+    def add_rms_norm(
+        self,
+        x: Summand,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        reader: Fp8Weight | None = None,
+    ) -> Activations:
+        peers = self._ranks.peers
+        if isinstance(x, Sent):
+            assert peers is not None
+            return peers.add_rms_norm(None, residual, weight, eps)
+        if peers is not None and isinstance(x, Tensor) and peers.can_reduce_rows(x):
+            return peers.add_rms_norm(x, residual, weight, eps)
+        return super().add_rms_norm(x, residual, weight, eps, reader)

@@ -64,7 +64,7 @@ def make_linear(
         first += part.count
     added_bias = None if rank else bias  # the ranks' summands add up: only one has the bias
     inputs = (width, rank * width, num_inputs)
-    return kind(weight, added_bias, placement.ops, ranks, outputs, inputs)
+    return kind(weight, added_bias, placement.ops, outputs, inputs)
 
 
 def make_float_weight(name: str, num_outputs: int, num_inputs: int, placement: Placement) -> Tensor:
@@ -92,7 +92,7 @@ def make_mlp(
 def make_norm(name: str, size: int, eps: float, placement: Placement) -> RMSNorm:
     weight = placement.vector(size)
     placement.targets[f"{name}.weight"] = Target(weight)
-    return RMSNorm(weight, eps, placement.ops, placement.communicator)
+    return RMSNorm(weight, eps, placement.ops)
 
 
 def make_embedding(

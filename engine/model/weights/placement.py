@@ -13,7 +13,7 @@ from ....kernels.experts.experts import ExpertWeights, Int4Experts, StackedWeigh
 from ....kernels.layers.ops import Ops
 from ....kernels.products.int4_weights import CHUNK, Int4Weight
 from ....kernels.products.weights import BLOCK, FP8, BlockScaled, RowScaled, Weight
-from ..communicator import Communicator
+from ..communicator import Communicator, LayerOps
 from ..quantization import BLOCK_SCALED, GROUP_SCALED, Quantization, experts_stay_packed
 from .targets import Cut, Quantised, Target
 
@@ -31,7 +31,7 @@ class Placement:
 
     device: torch.device
     dtype: torch.dtype
-    ops: Ops = field(default_factory=Ops)
+    ops: LayerOps = field(default_factory=Ops)
     communicator: Communicator = field(default_factory=Communicator)
     has_expert_parallel: bool = False  # each rank has some whole experts
     quantization: Quantization | None = None
