@@ -33,6 +33,7 @@ from .batch import SequenceSlice, StepBatch
 from .cpu_steps import CpuSteps
 from .device import choose_attention, choose_kv_dtype, choose_placement
 from .drafting.head_model import make_draft_model
+from .gpu.gpu_step import GpuStep
 from .model_loading import choose_max_model_len, load_model
 from .runner_protocols import Drafter, LaunchedStep
 from .step_builder import StepBuilder
@@ -159,7 +160,7 @@ class ModelRunner:
         batch = StepBatch.of(batch)
         first = self._draft_steps.compute_prompts(batch.others)
         step = self._steps.launch(batch)
-        return step if first is None else step.behind(first)
+        return step.behind(first) if isinstance(step, GpuStep) else step
 
     def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
         """See Drafter. Steps are not handed out: `close` ends the last references to the KV."""

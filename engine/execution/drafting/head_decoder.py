@@ -8,7 +8,6 @@ from torch import Tensor
 from ....kernels.attention.attention import AttentionBackend
 from ...model.decoder import Decoder
 from ...model.draft_head import DraftHead
-from ...model.layers import Product
 from ...model.stages import LayerRange
 
 
@@ -58,7 +57,3 @@ class HeadDecoder:
     def gather(self, parts: Tensor) -> Tensor:
         """See LmHead."""
         return parts
-
-    def products(self) -> list[tuple[int, Product]]:
-        """See StepModel."""
-        return []

@@ -62,8 +62,9 @@ class HeadSteps(DraftSteps):
 
     def capture_graphs(self) -> None:
         """See GpuSteps."""
-        self._behind.capture_graphs()
-        self._steps.capture_graphs()
+        for steps in (self._behind, self._steps):
+            assert not isinstance(steps, CpuSteps), "a CPU has no graphs"
+            steps.capture_graphs()
 
     def follow(
         self, batch: StepBatch, features: Tensor, sampled: Tensor, at: Sequence[int]
@@ -146,8 +147,11 @@ class HeadSteps(DraftSteps):
 
 
 def _states(model: Decoder, head: DraftHead, most_tokens: int) -> Tensor:
-    """Allocate the states, and make `model` keep the features that they are computed from."""
-    model.keep(most_tokens)
+    """Allocate the states, and make `model` keep the features that they are computed from. Both
+    buffers keep their addresses: CUDA graphs write to them."""
+    model.kept = None  # frees the old one first: memory may not suffice for both
+    width = max(1, len(model.kept_layers)) * model.hidden_size
+    model.kept = torch.zeros(most_tokens, width, dtype=model.dtype, device=model.device)
     shape = (most_tokens, head.hidden_size)
     return torch.zeros(shape, dtype=model.dtype, device=model.device)
 

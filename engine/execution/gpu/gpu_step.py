@@ -33,8 +33,8 @@ class GpuStep:
         with device_errors():
             return float(self.begun.elapsed_time(self.is_done)) / 1e3
 
-    def behind(self, first: LaunchedStep) -> GpuStep:
-        """This step with the beginning of `first`, which was launched before it."""
+    def behind(self, first: LaunchedStep | None) -> GpuStep:
+        """This step with the beginning of `first`, if that was launched before it."""
         return replace(self, begun=first.begun) if isinstance(first, GpuStep) else self
 
     def has_completed(self) -> bool:
