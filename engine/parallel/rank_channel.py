@@ -39,13 +39,9 @@ class MessageKind(enum.IntEnum):
     CLOSE_WINDOW = 9
     HOST_MEMORY = 10  # ranked_copies.py
     COPY_HOST = 11
-    READ_ADAPTER = 12  # ranked_adapters.py
-    LOAD_ADAPTER = 13
-    DROP_ADAPTER = 14
+    ADAPTER = 12  # ranked_adapters.py
     DRAFT = 15  # the same payload as STEP
     GENERATIONS = 16  # int64 ids [n], uint64 [n]; kv_transfer/ranks/mirrored_generations.py
-    KEEP_ADAPTER = 17
-    FORGET_ADAPTER = 18
     # the others to rank 0
     ANSWER = 20
     LINE = 21  # text for people

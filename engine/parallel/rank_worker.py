@@ -123,14 +123,7 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers, here: HostSetti
         host = HostOrders(runner.host_copier, channel)
         handlers |= {MessageKind.HOST_MEMORY: host.pin, MessageKind.COPY_HOST: host.copy}
     if runner.adapters is not None:
-        orders = AdapterOrders(runner.adapters, channel)
-        handlers |= {
-            MessageKind.READ_ADAPTER: orders.read,
-            MessageKind.KEEP_ADAPTER: orders.keep,
-            MessageKind.FORGET_ADAPTER: orders.forget,
-            MessageKind.LOAD_ADAPTER: orders.load,
-            MessageKind.DROP_ADAPTER: orders.drop,
-        }
+        handlers[MessageKind.ADAPTER] = AdapterOrders(runner.adapters, channel).run
     # The ranks of the last stage sample the same tokens: the first of them sends the results.
     num_before = (config.pipeline_parallel_size - 1) * config.tensor_parallel_size
     results = ResultSender(channel) if rank == num_before else None
