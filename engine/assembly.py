@@ -13,11 +13,10 @@ from .kv.limits import EngineLimits
 from .kv.prefix_cache import CacheObserver
 from .lora.adapter_room import room_for
 from .model import fingerprint
-from .parallel.pipeline_runner import join_ranks
+from .parallel.pipeline_runner import drafter_of, join_ranks
 from .parallel.rank_group import RankGroup
 from .parallel.ranked_adapters import adapters_of
 from .parallel.ranked_copies import host_copier_of
-from .parallel.ranked_drafts import drafter_of
 from .speculation.proposers import make_proposer
 
 

@@ -20,11 +20,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ...core.errors import EngineFailed
 from ...core.request.request import TokenLogprobs
 from ..execution.batch import SampledToken, SequenceSlice
-from ..execution.runner_protocols import LaunchedStep, Runner
-from .parallel_runner import ParallelRunner, encode
+from ..execution.runner_protocols import Drafter, LaunchedStep, Runner
+from .parallel_runner import ParallelRunner, RankedDrafter, encode
 from .rank_channel import MessageKind, RankChannel
 from .rank_group import RankGroup, report_failure
 
@@ -72,15 +71,13 @@ class _PipelineStep:
         return {} if self._result is None else self._result.prompt
 
 
-class PipelineRunner:
-    """`mine`: rank 0's runner. One more step than there are stages may be in flight, and no step
+class PipelineRunner(ParallelRunner):
+    """As ParallelRunner. One more step than there are stages may be in flight, and no step
     may follow the tokens of another in flight: they come to the host first."""
 
-    runs_ahead = True
-
     def __init__(self, mine: Runner, followers: RankGroup) -> None:
-        self._mine = mine
-        self._followers = followers
+        super().__init__(mine, followers)
+        self.runs_ahead = True
         self._in_flight: deque[_PipelineStep] = deque()
         followers.on_result = self._take
 
@@ -88,16 +85,9 @@ class PipelineRunner:
         step = _PipelineStep(self._followers)
         self._in_flight.append(step)
         self._followers.send(MessageKind.STEP, encode(batch))
-        try:
+        with self._followers.explaining():
             step.mine = self._mine.launch(batch)
-        except EngineFailed as error:
-            raise self._followers.explain(error) from error
         return step
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """The other ranks copy before they run any message sent later."""
-        self._followers.copy_blocks(pairs)
-        self._mine.copy_blocks(pairs)
 
     def _take(self, payload: memoryview) -> None:
         self._in_flight.popleft().completed(_decoder.decode(payload))
@@ -110,6 +100,11 @@ def join_ranks(mine: Runner, followers: RankGroup | None, num_stages: int) -> Ru
     if num_stages > 1:
         return PipelineRunner(mine, followers)
     return ParallelRunner(mine, followers)
+
+
+def drafter_of(mine: Drafter, followers: RankGroup | None) -> Drafter:
+    """The drafter of the whole engine; `mine`: rank 0's."""
+    return mine if followers is None else RankedDrafter(mine, followers)
 
 
 class ResultSender:

@@ -18,11 +18,11 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from ...core import errors
 from ...core.errors import BatonError, EngineFailed, HostLost, StartupFailed
@@ -158,10 +158,6 @@ class RankGroup:
         """Send to all ranks, which handle messages in order. Raises EngineFailed."""
         self._send_to_all(dict.fromkeys(self._channels, payload), kind, 0, ())
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See Runner; the ranks copy before they run any message sent later."""
-        self.send(MessageKind.COPY_BLOCKS, np.array(pairs, np.int64).T.tobytes())
-
     def order(
         self,
         kind: MessageKind,
@@ -235,6 +231,14 @@ class RankGroup:
         """The cause of a failed step: the error by which a rank was lost, else `error`."""
         self._is_over.wait(_LAST_MESSAGE_S)
         return self._error or error
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raise an EngineFailed of this rank's step as `explain` says."""
+        try:
+            yield
+        except EngineFailed as error:
+            raise self.explain(error) from error
 
     def _send_to_all(
         self, payloads: dict[int, bytes], kind: MessageKind, order: int, fds: Sequence[int]
