@@ -29,7 +29,6 @@ class GpuStep:
 
     @property
     def device_s(self) -> float | None:
-        """See `LaunchedStep`."""
         with device_errors():
             return float(self.begun.elapsed_time(self.is_done)) / 1e3
 
@@ -38,12 +37,10 @@ class GpuStep:
         return replace(self, begun=first.begun) if isinstance(first, GpuStep) else self
 
     def has_completed(self) -> bool:
-        """See `LaunchedStep`."""
         with device_errors():
             return bool(self.is_done.query())  # type: ignore[no-untyped-call]
 
     def collect(self) -> list[SampledToken | None]:
-        """See `LaunchedStep`."""
         with device_errors():
             self.is_done.synchronize()
         tokens = SampledToken.many(self.token_ids.tolist(), self.logprobs.tolist())
@@ -52,7 +49,6 @@ class GpuStep:
         return self.batch.results(tokens)
 
     def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-        """See `LaunchedStep`."""
         return {} if self.extras is None else self.extras.prompt_logprobs()
 
 
