@@ -5,12 +5,9 @@ from __future__ import annotations
 import importlib.util
 
 import torch
-from torch import Tensor
 
 from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
-from ...kernels.attention.attention import AttentionBackend
-from ...kernels.attention.attention_torch import TorchAttention
 from ...kernels.kv.kv_8bit import SCALE_BYTES
 from ...kernels.layers.ops import Ops
 from ..model.communicator import Communicator
@@ -149,34 +146,6 @@ def choose_attention(
     if wanted == "auto":
         return "triton" if why_not else "flashinfer"
     return wanted
-
-
-def make_attention(
-    prefill: str,
-    pool: Tensor,
-    num_heads: int,
-    max_num_seqs: int,
-    model: ModelConfig,
-    max_model_len: int,
-    dtype: torch.dtype,
-    max_drafts: int = 0,
-) -> AttentionBackend:
-    """The backend over `pool`, of a rank with `num_heads` heads; `prefill` by choose_attention,
-    `dtype` that of the model. A decode may have up to `max_drafts` drafts."""
-    if prefill == "torch":
-        return TorchAttention(pool, model.windows, dtype)
-    from ...kernels.attention.attention_gpu import make_gpu_attention
-
-    return make_gpu_attention(
-        pool,
-        num_heads,
-        max_num_seqs,
-        max_model_len,
-        dtype,
-        prefill=prefill,
-        rows_each=1 + max_drafts,
-        windows=model.windows if model.smallest_window(max_model_len) else None,
-    )
 
 
 def _why_not_flashinfer(model: ModelConfig, placement: Placement, max_model_len: int) -> str:

@@ -63,7 +63,6 @@ class RankOps:
         self.experts = self.experts_summand = ops.experts
 
     def summand(self, x: Activations, weight: Weight, bias: Tensor | None) -> Summand:
-        """See Ops."""
         return self.linear(x, weight, bias)
 
     def add_rms_norm(

@@ -19,15 +19,7 @@ from ...kernels.kv.kv_blocks import HeadNorms
 from ...kernels.products.weights import Activations, Fp8Weight, Summand
 from .communicator import Communicator
 from .experts import Experts
-from .layers import (
-    MLP,
-    Embedding,
-    GatedLinear,
-    Linear,
-    RMSNorm,
-    RotaryEmbedding,
-    RowLinear,
-)
+from .layers import MLP, Embedding, GatedLinear, Linear, RMSNorm, RotaryEmbedding, RowLinear
 from .stages import LayerRange
 from .weights.targets import Target
 
@@ -109,7 +101,6 @@ class Decoder:
     """
 
     range: LayerRange
-    is_first_stage: bool
     layers: list[DecoderLayer]
     norm: RMSNorm | None  # last stage only
     rotary: RotaryEmbedding
@@ -136,8 +127,9 @@ class Decoder:
         `attention.plan` has been called for this step.
         """
         stages, residual = self.communicator.stages, None
-        if not self.is_first_stage:
-            residual = self.new_residual(len(token_ids))
+        if self.range.first > 0:
+            shape = (len(token_ids), self.hidden_size)
+            residual = torch.empty(shape, dtype=self.dtype, device=self.device)
             stages.receive(residual)
         hidden = self.compute(token_ids, positions, slots, attention, residual)
         if self.norm is None:
@@ -178,7 +170,3 @@ class Decoder:
             return {}
         parts = self.kept[:num_tokens].view(num_tokens, -1, self.hidden_size).unbind(1)
         return dict(zip(self.kept_layers, parts, strict=True))
-
-    def new_residual(self, num_tokens: int) -> Tensor:
-        """A buffer [tokens, hidden] to receive the previous stage's residual stream."""
-        return torch.empty(num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)

@@ -32,7 +32,8 @@ class SharedExpert:
         # of rows. Computed in float64 and rounded once, a row's gate does not depend on others.
         weighted = x.float() * self.gate.float()
         gate = torch.sigmoid(weighted.sum(-1, keepdim=True, dtype=torch.float64))
-        return gate.to(x.dtype) * self.mlp.product(x)
+        down = self.mlp.down
+        return gate.to(x.dtype) * down.product(self.mlp.gate_up(x, down.fp8_weight))
 
 
 @dataclass(frozen=True, slots=True)

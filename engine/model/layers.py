@@ -118,10 +118,6 @@ class MLP:
     def __call__(self, x: Activations) -> Summand:
         return self.down(self.gate_up(x, self.down.fp8_weight))
 
-    def product(self, x: Tensor) -> Tensor:
-        """The summand as a tensor, without communication."""
-        return self.down.product(self.gate_up(x, self.down.fp8_weight))
-
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:

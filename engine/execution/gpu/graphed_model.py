@@ -53,13 +53,11 @@ class GraphedModel:
     def __init__(self, model: StepModel, most_tokens: int) -> None:
         self._model = model
         self._stages = model.communicator.stages
+        self._is_whole = self._stages.can_be_captured
         self._received: Tensor | None = None
         if isinstance(model, Decoder) and not (self._is_whole or model.range.is_first):
-            self._received = model.new_residual(most_tokens).zero_()
-
-    @property
-    def _is_whole(self) -> bool:
-        return self._stages.can_be_captured
+            shape = (most_tokens, model.hidden_size)
+            self._received = torch.zeros(shape, dtype=model.dtype, device=model.device)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionBackend

@@ -11,15 +11,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from ..communicator import Communicator
-from ..layers import (
-    MLP,
-    Embedding,
-    GatedLinear,
-    LinearBase,
-    Outputs,
-    RMSNorm,
-    RowLinear,
-)
+from ..layers import MLP, Embedding, GatedLinear, LinearBase, Outputs, RMSNorm, RowLinear
 from ..weights.placement import Placement
 from ..weights.targets import Cut, Target
 
