@@ -139,10 +139,6 @@ class StepBatch(Sequence[SequenceSlice]):
         return [*(self.decodes.starts + 1).tolist(), *ends]
 
     @property
-    def block_tables(self) -> list[Sequence[int]]:
-        return [*self.decodes.block_tables, *(piece.block_table for piece in self.others)]
-
-    @property
     def adapter_slots(self) -> list[int | None]:
         return [*self.decodes.adapter_slots, *(piece.adapter_slot for piece in self.others)]
 
@@ -171,7 +167,7 @@ class StepBatch(Sequence[SequenceSlice]):
         return AttentionMetadata(
             query_lens=self.query_lens,
             seq_lens=self.seq_lens,
-            block_tables=self.block_tables,
+            block_tables=[*self.decodes.block_tables, *(one.block_table for one in self.others)],
             slot_mapping=slots,
             num_decodes=self.num_decodes,
             is_graph=is_graph,

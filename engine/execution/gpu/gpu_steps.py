@@ -189,7 +189,6 @@ class GpuSteps:
         self._count = count
 
     def launch(self, batch: Sequence[SequenceSlice]) -> GpuStep:
-        """See Runner."""
         with device_errors(), torch.inference_mode():
             batch = StepBatch.of(batch)
             slots = [] if self._adapters is None else batch.adapter_slots
