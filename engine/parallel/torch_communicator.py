@@ -12,6 +12,7 @@ of one pipeline stage; torch_stages.py connects the stages. Knows no model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -66,9 +67,11 @@ def make_communicator(
     if not is_on_gpu:
         timeouts_s = (to_connect_s, 2 * config.rank_timeout_s)
         if link is None and num_stages > 1:
-            stages = GlooStages(of_column, stage, num_stages, timeouts_s)
+            join = partial(connect_gloo, of_column, stage, num_stages, timeouts_s, "stages")
+            stages = GlooStages(stage, num_stages, join)
         if size > 1:
-            communicator = GlooCommunicator(of_stage, rank, size, timeouts_s, meet_stage)
+            join = partial(connect_gloo, of_stage, rank, size, timeouts_s, "ranks")
+            communicator = GlooCommunicator(rank, size, join, meet_stage)
     else:
         device = torch.device("cuda", torch.device(config.device).index or 0)
         if link is None and num_stages > 1:
@@ -118,24 +121,15 @@ class GlooCommunicator(Communicator):
     """Ranks on CPUs. Every sum adds the ranks in order, whatever the shape: a row's sum does not
     depend on the rows around it."""
 
-    def __init__(
-        self,
-        store: c10d.Store,
-        rank: int,
-        size: int,
-        timeouts_s: tuple[float, float],
-        meet: Meet,
-    ) -> None:
-        """`timeouts_s`: of connecting, and of an operation."""
+    def __init__(self, rank: int, size: int, join: Callable[[], Any], meet: Meet) -> None:
+        """`join` makes the group of this rank."""
         self.rank, self.size = rank, size
-        self._store = store
-        self._timeouts_s = timeouts_s
-        self._meet = meet
+        self._join, self._meet = join, meet
         self._group: Any = None
 
     def connect(self) -> None:
         self._meet(b"")
-        self._group = connect_gloo(self._store, self.rank, self.size, self._timeouts_s, "ranks")
+        self._group = self._join()
         self.stages.connect()
 
     def all_reduce(self, x: Tensor) -> Tensor:
