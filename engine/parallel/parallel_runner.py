@@ -52,11 +52,11 @@ class _ParallelStep:
 
     def has_completed(self) -> bool:
         self.followers.check()  # a device that waits for a lost rank never completes
-        with self.followers.explaining():
+        with self.followers.explaining:
             return self.mine.has_completed()
 
     def collect(self) -> list[SampledToken | None]:
-        with self.followers.explaining():
+        with self.followers.explaining:
             return self.mine.collect()
 
     def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
@@ -72,7 +72,7 @@ class ParallelRunner:
 
     def launch(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
         self._followers.send(MessageKind.STEP, encode(batch))
-        with self._followers.explaining():
+        with self._followers.explaining:
             return _ParallelStep(self._mine.launch(batch), self._followers)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -90,7 +90,7 @@ class RankedDrafter:
 
     def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
         self._followers.send(MessageKind.DRAFT, encode(batch))
-        with self._followers.explaining():
+        with self._followers.explaining:
             return self._mine.draft(batch)
 
 

@@ -22,10 +22,10 @@ import msgspec
 
 from ...core.request.request import TokenLogprobs
 from ..execution.batch import SampledToken, SequenceSlice
-from ..execution.runner_protocols import Drafter, LaunchedStep, Runner
-from .parallel_runner import ParallelRunner, RankedDrafter, encode
+from ..execution.runner_protocols import LaunchedStep, Runner
+from .parallel_runner import ParallelRunner, encode
 from .rank_channel import MessageKind, RankChannel
-from .rank_group import RankGroup, report_failure
+from .rank_group import RankGroup, reporting
 
 _LOOK_S = 0.1  # interval of checks for a lost rank while waiting for a result
 
@@ -85,26 +85,12 @@ class PipelineRunner(ParallelRunner):
         step = _PipelineStep(self._followers)
         self._in_flight.append(step)
         self._followers.send(MessageKind.STEP, encode(batch))
-        with self._followers.explaining():
+        with self._followers.explaining:
             step.mine = self._mine.launch(batch)
         return step
 
     def _take(self, payload: memoryview) -> None:
         self._in_flight.popleft().completed(_decoder.decode(payload))
-
-
-def join_ranks(mine: Runner, followers: RankGroup | None, num_stages: int) -> Runner:
-    """The runner of the whole engine; `mine`: rank 0's runner."""
-    if followers is None:
-        return mine
-    if num_stages > 1:
-        return PipelineRunner(mine, followers)
-    return ParallelRunner(mine, followers)
-
-
-def drafter_of(mine: Drafter, followers: RankGroup | None) -> Drafter:
-    """The drafter of the whole engine; `mine`: rank 0's."""
-    return mine if followers is None else RankedDrafter(mine, followers)
 
 
 class ResultSender:
@@ -120,12 +106,8 @@ class ResultSender:
         self._launched.put(step)
 
     def _run(self) -> None:
-        try:
+        with reporting(self._channel, "results of steps are not sent any more"):
             while True:
                 step = self._launched.get()
                 result = StepResult(step.collect(), dict(step.prompt_logprobs()))
                 self._channel.send(MessageKind.RESULT, msgspec.msgpack.encode(result))
-        except OSError:
-            return  # rank 0 is gone
-        except Exception as error:  # on this thread: nothing else would report it
-            report_failure(self._channel, error, "results of steps are not sent any more")

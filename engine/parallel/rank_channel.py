@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 _HEADER = struct.Struct("<IIQ")
 _MAX_FDS = 4
+COUNTS = struct.Struct("<QQ")  # messages that a rank has handled, bytes that it has loaded
 _CUT_OFF = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
@@ -46,9 +47,8 @@ class MessageKind(enum.IntEnum):
     ANSWER = 20
     LINE = 21  # text for people
     FAILED = 22  # JSON: the error that ends the rank
-    LOADING = 23  # loading has made progress
     RESULT = 24  # of a step, see pipeline_runner.py
-    TAKEN = 25  # uint64: number of messages handled; by ranks of other hosts, a few times a second
+    TAKEN = 25  # COUNTS, a few times a second
 
 
 @dataclass(frozen=True, slots=True)

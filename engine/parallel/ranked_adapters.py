@@ -38,8 +38,7 @@ class RankedAdapters:
         """Read it on all ranks; on any thread but the watch thread. Raises AdapterRefused."""
         found = self._mine.read(path, digest)
         payload = json.dumps({"do": "read", "path": path, "digest": found.digest}).encode()
-        payloads = [payload] * self._followers.num_ranks
-        order, answers = self._followers.order_and_wait(MessageKind.ADAPTER, payloads)
+        order, answers = self._followers.order_and_wait(MessageKind.ADAPTER, payload)
         found = dataclasses.replace(found, order=order)
         for rank, answer in enumerate(map(json.loads, answers), start=1):
             if "error" in answer:
@@ -64,13 +63,6 @@ class RankedAdapters:
 
     def _send(self, do: str, **fields: object) -> None:
         self._followers.send(MessageKind.ADAPTER, json.dumps({"do": do, **fields}).encode())
-
-
-def adapters_of(
-    mine: RankAdapters | None, followers: RankGroup | None
-) -> RankAdapters | RankedAdapters | None:
-    """The adapters of all ranks; `mine`: rank 0's, None if no adapters are served."""
-    return mine if mine is None or followers is None else RankedAdapters(mine, followers)
 
 
 class AdapterOrders:

@@ -291,8 +291,8 @@ class RankedWindow(JoinedWindow):
         def ended(answers: list[bytes]) -> None:
             pull.ended(worst([PullOutcome(answer.decode()) for answer in answers]))
 
-        messages = [pack_pull(self._number, pairs)] * self._followers.num_ranks
-        order = self._followers.order(MessageKind.PULL, messages, ended)
+        message = pack_pull(self._number, pairs)
+        order = self._followers.order(MessageKind.PULL, message, ended)
         pull.handles.append(_Order(self._followers, order))
         pull.handles.append(self._windows[0].start_pull(pairs, pull.ended))
         return pull
