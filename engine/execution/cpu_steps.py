@@ -20,7 +20,7 @@ from .step_model import StepHead, StepModel
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """What a runner that does not run ahead returns: a LaunchedStep."""
+    """A LaunchedStep that has completed: of a CPU, or received from the last pipeline stage."""
 
     results: list[SampledToken | None]
     prompt: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

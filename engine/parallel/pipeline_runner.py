@@ -8,7 +8,7 @@ Every rank gets every step message, in the same order. The ranks of the last sta
 tokens; the first of them sends the tokens to rank 0. Unlike a step of an engine of one stage, a
 step has completed when rank 0 has its result: then all stages have written its KV.
 
-    RESULT    MessagePack: StepResult
+    RESULT    MessagePack: CompletedStep
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import msgspec
 
 from ...core.request.request import TokenLogprobs
 from ..execution.batch import SampledToken, SequenceSlice
+from ..execution.cpu_steps import CompletedStep
 from ..execution.runner_protocols import LaunchedStep, Runner
 from .parallel_runner import ParallelRunner, encode
 from .rank_channel import MessageKind, RankChannel
@@ -30,14 +31,7 @@ from .rank_group import RankGroup, reporting
 _LOOK_S = 0.1  # interval of checks for a lost rank while waiting for a result
 
 
-class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """The result of one step, as the last stage sends it."""
-
-    tokens: list[SampledToken | None]
-    prompt: dict[int, tuple[TokenLogprobs, ...]]
-
-
-_decoder = msgspec.msgpack.Decoder(StepResult)
+_decoder = msgspec.msgpack.Decoder(CompletedStep)
 
 
 class _PipelineStep:
@@ -49,10 +43,10 @@ class _PipelineStep:
     def __init__(self, followers: RankGroup) -> None:
         self._followers = followers
         self._has_result = threading.Event()
-        self._result: StepResult | None = None
+        self._result: CompletedStep | None = None
         self.mine: LaunchedStep | None = None  # kept alive: the device reads its buffers
 
-    def completed(self, result: StepResult) -> None:
+    def completed(self, result: CompletedStep) -> None:
         """Called on the watch thread."""
         self._result = result
         self._has_result.set()
@@ -65,7 +59,7 @@ class _PipelineStep:
         while not self._has_result.wait(_LOOK_S):
             self._followers.check()
         assert self._result is not None
-        return self._result.tokens
+        return self._result.results
 
     def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
         return {} if self._result is None else self._result.prompt
@@ -109,5 +103,5 @@ class ResultSender:
         with reporting(self._channel, "results of steps are not sent any more"):
             while True:
                 step = self._launched.get()
-                result = StepResult(step.collect(), dict(step.prompt_logprobs()))
+                result = CompletedStep(step.collect(), step.prompt_logprobs())
                 self._channel.send(MessageKind.RESULT, msgspec.msgpack.encode(result))
