@@ -28,7 +28,7 @@ from baton.core.request.request import TokenLogprobs
 from baton.engine.engine import Engine
 from baton.engine.engine_parts import make_parts
 from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
-from baton.engine.execution.gpu.step_arrays import decode_arrays
+from baton.engine.execution.gpu.step_arrays import decode_arrays, special_rows
 from baton.engine.kv.block_pool import BlockPool
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -71,9 +71,9 @@ class HostRunner:
 
     def launch(self, batch: Sequence[SequenceSlice]) -> HostStep:
         batch = StepBatch.of(batch)
-        assert batch.is_decode or any(piece.is_prompt for piece in batch.others)
+        assert batch.num_decodes == len(batch) or any(piece.is_prompt for piece in batch.others)
         decode_arrays(batch, _BLOCK_SIZE, sum(batch.query_lens))
-        assert not (batch.special or batch.has_extras)
+        assert not (special_rows(batch) or batch.has_extras)
         metadata = batch.metadata(torch.empty(0))
         seq_lens = np.array(metadata.seq_lens, np.int32)
         join_tables(metadata.block_tables)

@@ -268,8 +268,8 @@ class _FollowersWindow(PoolWindow):
         def ended(answers: list[bytes]) -> None:
             on_done(worst([PullOutcome(answer.decode()) for answer in answers]))
 
-        messages = [pack_pull(self._number, pairs)] * self._followers.num_ranks
-        order = self._followers.order(MessageKind.PULL, messages, ended)
+        message = pack_pull(self._number, pairs)
+        order = self._followers.order(MessageKind.PULL, message, ended)
         return _Order(self._followers, order)
 
     def close(self) -> None:
