@@ -32,7 +32,7 @@ class PipelineShare:
         that makes that shortest."""
         queues, limits = self._queues, self._limits
         num_tokens = sum(s.num_unlaunched_tokens for s in queues.running if s.is_prefilling)
-        num_tokens += sum(queues.waiting.waiting_tokens().values())
+        num_tokens += queues.waiting.total_tokens
         cost = self._step_costs.estimate()
         known = 0 if cost is None else 2 * cost.max_rows  # beyond that the estimate is a guess
         sizes = [limits.max_num_batched_tokens >> halvings for halvings in range(4)]
