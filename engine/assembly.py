@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..constraints.grammars import Grammars
 from ..core.engine_config import EngineConfig
 from .engine import Engine
-from .engine_parts import make_parts
+from .engine_parts import EngineParts
 from .execution.runner import ModelRunner
 from .kv.disk.disk_thread import make_disk
 from .kv.generations import Generations
@@ -59,7 +59,7 @@ class Assembly:
         self._disk = make_disk(config, runner.host_copier, short)
         self.adapters = adapters_of(runner.adapters, followers)
         self.engine = Engine(
-            make_parts(
+            EngineParts(
                 join_ranks(runner, followers, config.pipeline_parallel_size),
                 limits,
                 generations,

@@ -314,7 +314,7 @@ class Engine(LiveSequences):
                 break  # the tokens that follow are discarded
             self._advance(sequence, 1, token, output)
             num_output += 1
-        self._step_record.num_decode_tokens -= num_tokens - num_output
+        self._totals.num_decode_tokens -= num_tokens - num_output
         self._speculator.count_accepted(min(num_output, len(tokens) - 1))
 
     def _measure(self, step: StepInFlight, behind: StepInFlight | None) -> None:
@@ -332,10 +332,20 @@ class Engine(LiveSequences):
         self._collected_s = now_s
         self._ended_s = min(now_s, began_s + took_s) if is_hidden else now_s
         share = min(step.num_in_flight, self.limits.num_stages) / self.limits.num_stages
-        self._step_record.observe(step.shape, waited_s * share, step.promise_s)
+        self._count(step, waited_s * share)
         promise = self._scheduler.promise
         if promise.outlasting_s or not promise.is_promising:
             promise.observe(waited_s)
         self._step_costs.observe(step.shape, took_s * share, waited_s * share)
         if self._speculator is not None and step.shape.num_decodes:
             self._speculator.passed(step.shape, took_s * share, has_drafts=step.has_drafts)
+
+    def _count(self, step: StepInFlight, seconds: float) -> None:
+        totals, shape = self._totals, step.shape
+        totals.num_prompt_tokens += shape.num_prompt_tokens
+        totals.num_decode_tokens += shape.num_decodes
+        if shape.num_decodes:
+            self.stats.decode_steps_s.append(seconds)
+        if step.promise_s is not None:
+            totals.num_promised_steps += 1
+            totals.num_kept_steps += seconds <= step.promise_s

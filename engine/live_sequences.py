@@ -42,7 +42,7 @@ class LiveSequences:
         self._fingerprint = parts.fingerprint
         self._eos_token_ids = parts.eos_token_ids
         self._output_lengths = parts.output_lengths
-        self._step_record = parts.step_record
+        self._totals = parts.totals
         self._num_arrivals = 0
 
     # -- requests in ------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ class LiveSequences:
         this engine can never serve.
         """
         self._queue(self._create(request, SequenceState.WAITING, is_held=hold))
-        self._step_record.num_prompts += 1
+        self._totals.num_prompts += 1
 
     def block_hashes(self, request: Request, num_tokens: int | None = None) -> list[BlockHash]:
         """Hashes of the full blocks of its known tokens, or of the first `num_tokens` of them."""

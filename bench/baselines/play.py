@@ -15,7 +15,7 @@ from unittest import mock
 
 from baton.core.metrics import TokenTimes
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.cpu_steps import CompletedStep
 from baton.engine.execution.runner import ModelRunner
@@ -119,7 +119,7 @@ class Player:
             graph_prompt_tokens=runner.graph_prompt_tokens if scheme.has_graphs else 0,
         )
         return Engine(
-            make_parts(
+            EngineParts(
                 EndingRunner(runner, jobs, eos, runs_ahead=scheme.runs_ahead),
                 limits,
                 LocalGenerations(self._num_blocks),

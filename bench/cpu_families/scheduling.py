@@ -26,7 +26,7 @@ from baton.client.messages import build_request
 from baton.core.config import GatewayConfig
 from baton.core.request.request import TokenLogprobs
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
 from baton.engine.execution.gpu.step_arrays import decode_arrays
 from baton.engine.kv.block_pool import BlockPool
@@ -154,7 +154,7 @@ async def _measure_steps(batch: int) -> list[dict[str, float]]:
     limits = EngineLimits(blocks, _BLOCK_SIZE, _MAX_LEN, batch, 64 * _PROMPT_TOKENS)
     runner = HostRunner()
     engine = Engine(
-        make_parts(
+        EngineParts(
             runner,
             limits,
             LocalGenerations(blocks),

@@ -30,7 +30,7 @@ from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.runner_protocols import LaunchedStep, Runner
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
@@ -97,7 +97,7 @@ def engine_of(local: LocalEngine, runner: Runner, proposer: Proposer | None) -> 
     """Another engine over the same model and pool."""
     limits = local.engine.limits
     return Engine(
-        make_parts(
+        EngineParts(
             runner,
             limits,
             LocalGenerations(limits.num_blocks),

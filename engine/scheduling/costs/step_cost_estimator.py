@@ -1,4 +1,4 @@
-"""Estimates the cost of steps (core/step_cost.py) from measured ones, and keeps counters of steps.
+"""Estimates the cost of steps (core/step_cost.py) from measured ones.
 
     steps, by size of each part ─► median of the last ones of each size ─► fit of the cost
                                                                            (step_cost_fit.py)
@@ -24,7 +24,6 @@ MIN_SAMPLES = 3  # of a size, before it is used
 _NUM_SAMPLES = 15
 _MAX_SIZES = 256
 _NUM_ERRORS = 512
-_NUM_RECORDED = 512  # steps, for the percentile
 _NUM_LAUNCHES = 15
 _FIT_EVERY = 128  # samples: a fit takes a millisecond
 _LEAST_S = 1e-9
@@ -118,37 +117,6 @@ class StepCostEstimator:
     def _fit(self) -> StepCost | None:
         known = [alike for alike in self._sizes.values() if len(alike.samples) >= MIN_SAMPLES]
         return fit_step_cost([alike.find_middle() for alike in known])
-
-
-class StepRecord:
-    """Counters of one engine's steps. `num_prompts`: requests whose prompts it was to compute."""
-
-    def __init__(self) -> None:
-        self.num_prompts = 0
-        self.num_prompt_tokens = 0
-        self.num_decode_tokens = 0
-        self.num_promised_steps = 0
-        self.num_kept_steps = 0
-        self._last_s: deque[float] = deque(maxlen=_NUM_RECORDED)
-
-    def observe(self, shape: StepShape, seconds: float, promise_s: float | None) -> None:
-        """Count a step; `promise_s`: the step time that its decodes, if any, were promised."""
-        self.num_prompt_tokens += shape.num_prompt_tokens
-        if not shape.num_decodes:
-            return
-        self.num_decode_tokens += shape.num_decodes
-        self._last_s.append(seconds)
-        if promise_s is not None:
-            self.num_promised_steps += 1
-            self.num_kept_steps += seconds <= promise_s
-
-    @property
-    def p99_s(self) -> float | None:
-        """The 99th percentile of the last steps with decodes, nearest rank; None before any."""
-        if not self._last_s:
-            return None
-        ordered = sorted(self._last_s)
-        return ordered[(99 * len(ordered) - 1) // 100]
 
 
 def _size_of(shape: StepShape) -> _Size:

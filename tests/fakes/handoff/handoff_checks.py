@@ -20,7 +20,7 @@ from baton.core.errors import HandoffFailed
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, BlockRefs
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -258,7 +258,7 @@ def shm_rejects_what_is_rewritten_under_it() -> None:
 def new_engine(*, runs_ahead: bool = False, capacity: int = 12) -> Engine:
     num_blocks = capacity + NUM_RESERVED_BLOCKS
     return Engine(
-        make_parts(
+        EngineParts(
             FakeRunner(num_blocks, BLOCK_SIZE, runs_ahead=runs_ahead),
             EngineLimits(num_blocks, BLOCK_SIZE, max_model_len=40),
             LocalGenerations(num_blocks),

@@ -30,7 +30,7 @@ from baton.core.engine_config import EngineConfig
 from baton.core.errors import PromptTooLarge
 from baton.core.request.request import Adapter, Request, TokenLogprobs
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.runner_protocols import Runner
 from baton.engine.kv.generations import LocalGenerations
@@ -109,7 +109,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def engine_over(runner: Runner, limits: EngineLimits, world: World, **fields: Any) -> Engine:
     return Engine(
-        make_parts(
+        EngineParts(
             runner,
             limits,
             LocalGenerations(limits.num_blocks),

@@ -29,7 +29,7 @@ from baton.core.request.request import FinishReason, Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, Reservation
 from baton.engine.kv.generations import LocalGenerations
@@ -59,7 +59,7 @@ def new_engine(capacity: int = 60, *, optimistic: bool = False, **options: objec
         num_blocks, BLOCK_SIZE, **({"max_model_len": 200, "max_num_batched_tokens": 16} | options)
     )
     return Engine(
-        make_parts(
+        EngineParts(
             FakeRunner(
                 num_blocks,
                 BLOCK_SIZE,

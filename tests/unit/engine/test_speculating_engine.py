@@ -15,7 +15,7 @@ from fakes.speculation.drafting_runner import DraftingRunner
 from baton.core.request.request import FinishReason, Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, Reservation
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -63,7 +63,7 @@ class Scene:
             runner = FakeRunner(*sizes, **kind)  # type: ignore[arg-type]
             proposer = FakeProposer(self.oracle, rate=rate, max_drafts=most, seed=capacity)
         return Engine(
-            make_parts(
+            EngineParts(
                 runner,
                 EngineLimits(num_blocks, BLOCK_SIZE, max_model_len=MAX_MODEL_LEN, **limits),
                 LocalGenerations(num_blocks),

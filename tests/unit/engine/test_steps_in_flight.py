@@ -11,7 +11,7 @@ from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.step_cost import StepShape
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 
@@ -33,7 +33,7 @@ class Rig:
         )
         generations = LocalGenerations(NUM_BLOCKS)
         self.engine = Engine(
-            make_parts(self.runner, limits, generations, fingerprint="fake", eos_token_ids={7})
+            EngineParts(self.runner, limits, generations, fingerprint="fake", eos_token_ids={7})
         )
         self.tokens: dict[int, list[int]] = {}
 

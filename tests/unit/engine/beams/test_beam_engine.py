@@ -22,7 +22,7 @@ from baton.core.request.request import FinishReason, Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SampledToken
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
@@ -50,7 +50,7 @@ def new_engine(capacity: int = 200, *, optimistic: bool = False, **options: obje
         num_blocks, BLOCK_SIZE, **({"max_model_len": 100, "max_num_batched_tokens": 16} | options)
     )
     return Engine(
-        make_parts(
+        EngineParts(
             FakeRunner(
                 num_blocks,
                 BLOCK_SIZE,

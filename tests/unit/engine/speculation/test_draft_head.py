@@ -30,7 +30,7 @@ from baton.core.errors import StartupFailed
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
@@ -116,7 +116,7 @@ def engine_of(
 ) -> Engine:
     limits: dict[str, int] = {"max_num_batched_tokens": 24, "max_model_len": 400}
     return Engine(
-        make_parts(
+        EngineParts(
             runner,
             EngineLimits(num_blocks, 16, **(limits | fields.pop("limits", {}))),
             LocalGenerations(num_blocks),

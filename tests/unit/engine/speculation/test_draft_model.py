@@ -22,7 +22,7 @@ from baton.core.errors import StartupFailed
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.local import LocalEngine
@@ -56,7 +56,7 @@ def engine_of(local: LocalEngine) -> tuple[Engine, Recorder]:
     recorder = Recorder(local.runner, 4)
     recorder.found = []
     engine = Engine(
-        make_parts(
+        EngineParts(
             local.runner,
             local.engine.limits,
             LocalGenerations(160),
@@ -234,7 +234,7 @@ def test_a_draft_model_with_fewer_kv_heads_computes_what_it_does_alone(tmp_path:
     assert alone.kv.layout.num_kv_heads == 1 and drafting.kv.layout.num_kv_heads == 4
     proposer = DraftModelProposer(drafting, 4)
     engine = Engine(
-        make_parts(
+        EngineParts(
             drafting,
             LocalEngine(config(str(tmp_path / "draft"), None), alone).engine.limits,
             LocalGenerations(160),
