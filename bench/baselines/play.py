@@ -20,7 +20,7 @@ from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.cpu_steps import CompletedStep
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.runner_protocols import LaunchedStep
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.kv_memory import CpuKvMemory
 from baton.engine.kv.limits import EngineLimits
 
@@ -122,7 +122,7 @@ class Player:
             EngineParts(
                 EndingRunner(runner, jobs, eos, runs_ahead=scheme.runs_ahead),
                 limits,
-                LocalGenerations(self._num_blocks),
+                Generations(self._num_blocks),
                 fingerprint=scheme.name,
                 eos_token_ids=[eos],
                 enable_prefix_caching=scheme.has_prefix_cache,

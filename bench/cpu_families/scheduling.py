@@ -30,7 +30,7 @@ from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
 from baton.engine.execution.gpu.step_arrays import decode_arrays
 from baton.engine.kv.block_pool import BlockPool
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.gateway.validation.served_model import ServedModel
 from baton.gateway.validation.validation import ValidatedRequest
@@ -157,7 +157,7 @@ async def _measure_steps(batch: int) -> list[dict[str, float]]:
         EngineParts(
             runner,
             limits,
-            LocalGenerations(blocks),
+            Generations(blocks),
             fingerprint="bench",
             eos_token_ids=(),
             enable_prefix_caching=False,
@@ -218,7 +218,7 @@ def _bare_loop_ms(batch: int) -> float:
 
 def _allocator() -> Figure:
     """One operation is a block allocated or released."""
-    pool = BlockPool(64 * _BLOCKS_A_TIME + 2, LocalGenerations(64 * _BLOCKS_A_TIME + 2))
+    pool = BlockPool(64 * _BLOCKS_A_TIME + 2, Generations(64 * _BLOCKS_A_TIME + 2))
 
     def churn() -> None:
         for _ in range(_NUM_ROUNDS):

@@ -19,7 +19,7 @@ from baton.core.step_cost import StepCost
 from baton.engine.engine import Engine
 from baton.engine.engine_parts import EngineParts
 from baton.engine.first_steps import BUDGET_S
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.outputs import StepOutput
 from baton.gateway.engines.linked_engine import LinkedEngine
@@ -121,7 +121,7 @@ class PlayedEngine:
             EngineParts(
                 self._device,
                 limits,
-                LocalGenerations(blocks.num),
+                Generations(blocks.num),
                 fingerprint=FINGERPRINT,
                 eos_token_ids=setup.eos_ids,
                 enable_prefix_caching=self.cache is not None,

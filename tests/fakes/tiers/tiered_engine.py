@@ -20,7 +20,7 @@ from baton.engine.engine import Engine
 from baton.engine.engine_parts import EngineParts
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.disk.disk_file import slot_bytes_of
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.host_tier import Load
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
@@ -94,7 +94,7 @@ class Rig:
             EngineParts(
                 runner,
                 EngineLimits(num_blocks, BLOCK_SIZE, 200, max_num_batched_tokens=self.budget),
-                LocalGenerations(num_blocks),
+                Generations(num_blocks),
                 fingerprint="f",
                 eos_token_ids=(),
                 estimator=Optimist(),

@@ -31,7 +31,7 @@ from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.model import fingerprint
 
@@ -62,7 +62,7 @@ def single_process_tokens(runner: ModelRunner, request: Request) -> list[int]:
         EngineParts(
             runner,
             EngineLimits(NUM_BLOCKS, BLOCK_SIZE, max_model_len=runner.max_model_len),
-            LocalGenerations(NUM_BLOCKS),
+            Generations(NUM_BLOCKS),
             fingerprint=fingerprint.short(runner.fingerprint),
             eos_token_ids=runner.eos_token_ids,
         )

@@ -33,7 +33,7 @@ from baton.engine.engine import Engine
 from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.runner_protocols import Runner
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.lora.adapter_room import AdapterRoom
@@ -112,7 +112,7 @@ def engine_over(runner: Runner, limits: EngineLimits, world: World, **fields: An
         EngineParts(
             runner,
             limits,
-            LocalGenerations(limits.num_blocks),
+            Generations(limits.num_blocks),
             fingerprint=FINGERPRINT,
             eos_token_ids=(EOS,),
             grammars=world.grammars,

@@ -32,7 +32,7 @@ from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.local import LocalEngine
 from baton.engine.speculation.proposer import Context, Proposer
@@ -288,7 +288,7 @@ def run(
         EngineParts(
             runner,
             limits,
-            LocalGenerations(num_blocks),
+            Generations(num_blocks),
             fingerprint="toy",
             eos_token_ids=(EOS_ID,),
             grammars=grammars,
@@ -450,7 +450,7 @@ def test_an_engine_without_grammars_takes_none() -> None:
         EngineParts(
             FakeRunner(40, 4),
             EngineLimits(40, 4, 64),
-            LocalGenerations(40),
+            Generations(40),
             fingerprint="toy",
             eos_token_ids=(EOS_ID,),
         )

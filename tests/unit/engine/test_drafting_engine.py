@@ -20,7 +20,7 @@ from baton.engine.engine import Engine
 from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
 from baton.engine.scheduling.outputs import StepOutput
@@ -56,7 +56,7 @@ def make_engine(
         EngineParts(
             runner,
             EngineLimits(num_blocks, BLOCK_SIZE, max_model_len=MAX_MODEL_LEN, **limits),
-            LocalGenerations(num_blocks),
+            Generations(num_blocks),
             fingerprint="fake",
             eos_token_ids={EOS},
             enable_prefix_caching=has_cache,

@@ -32,7 +32,7 @@ from baton.engine.engine import Engine
 from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, Reservation
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
 from baton.engine.scheduling.outputs import Load, StepOutput
@@ -69,7 +69,7 @@ def new_engine(capacity: int = 60, *, optimistic: bool = False, **options: objec
                 num_stages=limits.num_stages,
             ),
             limits,
-            LocalGenerations(num_blocks),
+            Generations(num_blocks),
             fingerprint=FINGERPRINT,
             eos_token_ids={EOS},
             enable_prefix_caching=is_caching,

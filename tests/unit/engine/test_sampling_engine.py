@@ -22,7 +22,7 @@ from baton.engine.engine import Engine
 from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.model.layers import Embedding
 from baton.engine.scheduling.outputs import PromptLogprobs, TokenOutput
@@ -70,7 +70,7 @@ def new_engine(models: Models, *, which: int = 0, **limits: int) -> Engine:
         EngineParts(
             models.runners[which],
             EngineLimits(block_size=BLOCK_SIZE, **chosen),
-            LocalGenerations(chosen["num_blocks"]),
+            Generations(chosen["num_blocks"]),
             fingerprint="test",
             eos_token_ids={EOS},
         )
@@ -425,7 +425,7 @@ def fake_engine(seen: list[SequenceSlice], *, num_blocks: int = 40) -> Engine:
         EngineParts(
             FakeRunner(num_blocks, 4, runs_ahead=True, on_execute=seen.extend),
             EngineLimits(num_blocks, 4, max_model_len=100),
-            LocalGenerations(num_blocks),
+            Generations(num_blocks),
             fingerprint="fake",
             eos_token_ids=(),
         )

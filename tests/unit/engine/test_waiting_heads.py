@@ -19,7 +19,7 @@ from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.engine_parts import EngineParts
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.lora.adapter_room import AdapterRoom
@@ -49,7 +49,7 @@ def engine_of(capacity: int, *, runs_ahead: bool = False, **limits: int) -> Engi
         EngineParts(
             FakeRunner(num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, runs_ahead=runs_ahead),
             EngineLimits(num_blocks, BLOCK_SIZE, 200, **{"max_num_batched_tokens": 16} | limits),
-            LocalGenerations(num_blocks),
+            Generations(num_blocks),
             fingerprint="fake",
             eos_token_ids={7},
             clock=TickingClock(),

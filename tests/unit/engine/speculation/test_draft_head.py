@@ -32,7 +32,7 @@ from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
 from baton.engine.speculation.draft_model import DraftModelProposer
@@ -119,7 +119,7 @@ def engine_of(
         EngineParts(
             runner,
             EngineLimits(num_blocks, 16, **(limits | fields.pop("limits", {}))),
-            LocalGenerations(num_blocks),
+            Generations(num_blocks),
             fingerprint="test",
             eos_token_ids=(),
             proposer=proposer,

@@ -24,7 +24,7 @@ from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.local import LocalEngine
 from baton.engine.speculation.draft_model import DraftModelProposer
 from baton.engine.speculation.proposer import Context
@@ -59,7 +59,7 @@ def engine_of(local: LocalEngine) -> tuple[Engine, Recorder]:
         EngineParts(
             local.runner,
             local.engine.limits,
-            LocalGenerations(160),
+            Generations(160),
             fingerprint="test",
             eos_token_ids=(),
             proposer=recorder,
@@ -237,7 +237,7 @@ def test_a_draft_model_with_fewer_kv_heads_computes_what_it_does_alone(tmp_path:
         EngineParts(
             drafting,
             LocalEngine(config(str(tmp_path / "draft"), None), alone).engine.limits,
-            LocalGenerations(160),
+            Generations(160),
             fingerprint="test",
             eos_token_ids=(),
             proposer=proposer,

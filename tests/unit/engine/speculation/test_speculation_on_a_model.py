@@ -21,7 +21,7 @@ from baton.core.request.request import Request, token_key
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
 from baton.engine.engine_parts import EngineParts
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.local import LocalEngine
 from baton.engine.scheduling.outputs import TokenOutput
 from baton.engine.speculation.draft_model import DraftModelProposer
@@ -59,7 +59,7 @@ class Demo:
             EngineParts(
                 runner,
                 self.local.engine.limits,
-                LocalGenerations(200),
+                Generations(200),
                 fingerprint="test",
                 eos_token_ids=eos,
                 grammars=Grammars(DEMO, vocab_size, eos),
