@@ -115,12 +115,6 @@ class LiveSequences:
         sequence.forks = ()
         self._scheduler.start(sequence)
 
-    def start_beams(self, reservation: Reservation, first: SampledToken) -> None:
-        """`start` of a beam search: `first` has the candidates that follow the known tokens."""
-        sequence = self.by_key[reservation.key]
-        self._scheduler.start(sequence)
-        self.beams.found(sequence, first)
-
     # -- requests out -----------------------------------------------------------------------------
 
     def drop(self, reservation: Reservation) -> None:
@@ -181,11 +175,6 @@ class LiveSequences:
         adapter = sequence.request.adapter
         if adapter is None or self.adapters is None or self.adapters.enter(sequence):
             self._scheduler.add(sequence)
-
-    def _keys_of(self, sequence: Sequence) -> tuple[str, ...]:
-        """The keys of all requests that the sequence computes."""
-        search = sequence.group
-        return search.keys if isinstance(search, BeamSearch) else (sequence.key,)
 
     def _fork(self, parent: Sequence, request: Request, token_id: int) -> None:
         """Let a further sample of the parent's prompt decode as a sequence of its own."""
@@ -306,7 +295,8 @@ class LiveSequences:
             self.beams.end(search)
             return
         del self.by_key[sequence.key]
-        if not self._leave_adapter(sequence):
+        was_parked = self._leave_adapter(sequence)
+        if sequence.state is not SequenceState.ENDED and not was_parked:
             self._scheduler.remove(sequence)
 
     def _hold(self, sequence: Sequence) -> None:
@@ -337,10 +327,7 @@ class LiveSequences:
             return
         forks = sequence.request.forks if sequence.num_candidates else sequence.forks
         output.failed += [(each.key, error) for each in (sequence.request, *forks)]
-        del self.by_key[sequence.key]
-        was_parked = self._leave_adapter(sequence)
-        if sequence.state is not SequenceState.ENDED and not was_parked:
-            self._scheduler.remove(sequence)
+        self._end(sequence)
 
     # -- queries ----------------------------------------------------------------------------------
 

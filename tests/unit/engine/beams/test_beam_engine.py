@@ -25,7 +25,7 @@ from baton.engine.engine import Engine
 from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SampledToken
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
 from baton.engine.scheduling.outputs import FinishedBeam
@@ -59,7 +59,7 @@ def new_engine(capacity: int = 200, *, optimistic: bool = False, **options: obje
                 num_stages=limits.num_stages,
             ),
             limits,
-            LocalGenerations(num_blocks),
+            Generations(num_blocks),
             fingerprint="fake",
             eos_token_ids={EOS},
             enable_prefix_caching=is_caching,
@@ -352,7 +352,7 @@ def handed_over(source: Engine, puller: Engine, request: Request) -> None:
     for theirs, ours in zip(refs.block_ids, reservation.block_ids[slice(*blocks)], strict=True):
         runner_of(puller).write_block(ours, runner_of(source).read_block(int(theirs)))
     source.abort(request.key)
-    puller.start_beams(reservation, first)
+    puller.beams.start(reservation, first)
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
