@@ -72,7 +72,8 @@ class Engine(LiveSequences):
         if self._in_flight or (self._host is not None and self._host.has_work):
             return True
         queues = self._scheduler.queues
-        return bool(queues.running or queues.waiting) and not queues.is_stalled
+        is_stalled = queues.stalled_at == queues.opportunities
+        return bool(queues.running or queues.waiting) and not is_stalled
 
     def step(self, meanwhile: Meanwhile | None = None) -> StepOutput:
         """Launch one step and collect one: the same, or the previous one if the runner runs ahead;
@@ -87,14 +88,17 @@ class Engine(LiveSequences):
         The output is empty if there is nothing to do. EngineFailed of the runner is passed on; the
         engine cannot be used after it.
         """
-        output, steps, pipeline = StepOutput(), self._in_flight, self._scheduler.pipeline
+        output, steps = StepOutput(), self._in_flight
+        queues, pipeline = self._scheduler.queues, self._scheduler.pipeline
         if steps and pipeline is None:
             if (step := self._launch_behind(steps.popleft(), output, meanwhile)) is not None:
                 steps.append(step)
             return output
         self._fill(output)
-        if not steps:
-            self._stall(meanwhile)
+        if not steps:  # nothing to compute until a request, or a copy from host memory, arrives
+            queues.stalled_at = queues.opportunities
+            if meanwhile is not None and self._host is not None and self._host.has_work:
+                meanwhile()
         elif pipeline is not None or not self._runner.runs_ahead:
             while meanwhile is not None and not steps[0].launched.has_completed():
                 if meanwhile() | self.poll_host():
@@ -108,7 +112,10 @@ class Engine(LiveSequences):
         """Launch the next step, which is returned, and collect the previous one: in this order
         unless the next step needs its tokens, or it has completed before the next one was due."""
         due_s = -math.inf if meanwhile is None else self._launch_due_s(previous)
-        must_wait = self._must_wait(previous)
+        # Drafts, verified by the previous step or due, need its tokens.
+        must_wait = previous.has_drafts or (
+            self._speculator is not None and self._speculator.is_due(self._scheduler.queues)
+        )
         if must_wait:
             due_s = math.inf
         step, has_tried = None, self._clock.monotonic_s() >= due_s
@@ -137,12 +144,6 @@ class Engine(LiveSequences):
                 return
             steps.append(step)
 
-    def _stall(self, meanwhile: Meanwhile | None) -> None:
-        """There is nothing to compute until a request or a copy from host memory arrives."""
-        self._scheduler.queues.stall()
-        if meanwhile is not None and self._host is not None and self._host.has_work:
-            meanwhile()
-
     def _launch_due_s(self, previous: StepInFlight) -> float:
         """When to launch the step after `previous`: late, so that prompts that arrive meanwhile are
         in it, but early enough for the launch itself and an error of the estimate."""
@@ -156,12 +157,6 @@ class Engine(LiveSequences):
         has_prompts = self._scheduler.queues.has_prompts_to_launch
         launching_s = self._launching_s.get(has_prompts, previous.launching_s)
         return began_s + lasts_s - early_s - launching_s
-
-    def _must_wait(self, previous: StepInFlight) -> bool:
-        """Whether the next step cannot be planned before `previous` has completed."""
-        if self._speculator is None:
-            return False
-        return previous.has_drafts or self._speculator.is_due(self._scheduler.queues)
 
     def _launch(
         self,
@@ -256,8 +251,8 @@ class Engine(LiveSequences):
         """Process completed copies to and from host memory; returns whether a prompt can run."""
         if self._host is None or not self._host.poll():
             return False
-        self._scheduler.finish_loads()
-        self._scheduler.queues.wake()
+        self._scheduler.preemption.finish_loads()
+        self._scheduler.queues.stalled_at = None
         return True
 
     def _collect(
@@ -288,7 +283,7 @@ class Engine(LiveSequences):
                 self._advance(sequence, 1, token, output)
                 self._totals.num_decode_tokens += 1
         if self.beams.by_key and self.beams.advance(output):
-            self._scheduler.queues.wake()
+            self._scheduler.queues.stalled_at = None
 
     def _measure(self, step: StepInFlight, behind: StepInFlight | None) -> None:
         """Record how long a step took: as its device measured it, or else from its launch, or the

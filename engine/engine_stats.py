@@ -11,7 +11,9 @@ from ..core.step_cost import StepCost, pairs_of
 from .engine_parts import EngineParts
 from .kv.disk.disk_tier import DiskCounts
 from .kv.host_copies import HostCounts
+from .scheduling.admission import distinct_blocks
 from .scheduling.outputs import Load, SpeculationCounts, Totals
+from .scheduling.pipeline_share import decodes_of_step
 from .scheduling.sequence import Sequence
 
 _NUM_STEPS = 512  # for the percentile
@@ -36,7 +38,7 @@ class EngineStats:
     def load(self, pending: Iterable[Request] = ()) -> Load:
         """`pending`: requests that are announced, but not queued yet."""
         queues = self._scheduler.queues
-        held_blocks = queues.num_held_blocks
+        held_blocks = self._num_held_blocks
         waiting, waiting_pairs = Counter[int](), 0
         for sequence, num_tokens, context in self._prompts_left():
             waiting[sequence.request.caller_id] += num_tokens
@@ -53,7 +55,7 @@ class EngineStats:
             output_tokens=self._parts.output_lengths.expected,
             mean_output_tokens=round(self._parts.output_lengths.mean),
             waiting_by_caller=waiting,
-            decodes=queues.decodes(),
+            decodes=decodes_of_step(queues.running, self._parts.limits.num_stages),
         )
 
     def _prompts_left(self) -> Iterator[tuple[Sequence, int, int]]:
@@ -76,19 +78,25 @@ class EngineStats:
         for sequence in queues.parked:
             yield sequence, sequence.num_tokens, 0
 
+    @property
+    def _num_held_blocks(self) -> int:
+        """Blocks that are, or will be, held for pullers: shared ones count once."""
+        return len(distinct_blocks(self._scheduler.queues.holders()))
+
     def totals(self) -> Totals:
         """Counts since the engine was made."""
         parts, preemption = self._parts, self._scheduler.preemption
         tables, host, speculator = parts.tables, parts.host, parts.speculator
+        num_loaded = tables.host.num_hit_tokens if tables.host else 0
         return dataclasses.replace(
             parts.totals,
             num_preemptions=preemption.num_preemptions,
             prefix_query_tokens=tables.num_queried_tokens,
-            prefix_hit_tokens=tables.num_hit_tokens,
+            prefix_hit_tokens=tables.num_hit_tokens + num_loaded,
             num_refusals=self._scheduler.promise.num_refusals,
             expert_tokens=self.count_experts(),
             num_swaps=preemption.num_swaps,
-            host_hit_tokens=tables.num_host_hit_tokens,
+            host_hit_tokens=num_loaded,
             host=HostCounts() if host is None else host.counts,
             disk=host.disk.counts if host and host.disk else DiskCounts(),
             speculation=speculator.counts if speculator else SpeculationCounts(),
@@ -122,7 +130,7 @@ class EngineStats:
                 }
                 for key, sequence in self._sequences.items()
             },
-            "num_held_blocks": self._scheduler.queues.num_held_blocks,
+            "num_held_blocks": self._num_held_blocks,
             "num_fences": len(self._pool.open_fences),
             "num_preemptions": self._scheduler.preemption.num_preemptions,
         }

@@ -31,10 +31,8 @@ class LiveSequences:
         self.limits = parts.limits
         self.adapters = parts.adapters
         self.by_key: dict[str, Sequence] = {}
-        self.beams = BeamSearches(
-            *(parts.scheduler, self.by_key, parts.runner, parts.eos_token_ids),
-            on_end=parts.output_lengths.observe,
-        )
+        of_engine = (parts.scheduler, self.by_key, parts.runner, parts.eos_token_ids)
+        self.beams = BeamSearches(*of_engine, parts.output_lengths.observe)
         self._runner = parts.runner
         self._scheduler = parts.scheduler
         self._tables = parts.tables

@@ -53,25 +53,18 @@ class BeamSearch(SequenceGroup):
         return one.state is SequenceState.RUNNING and is_computed and one in self.found
 
 
+@dataclass(slots=True)
 class BeamSearches:
     """The searches of one engine, whose `sequences` it updates; `by_key` has each search under all
-    keys of its requests. `on_end(num_outputs)` is called when a search finishes."""
+    keys of its requests. `_on_end(num_outputs)` is called when a search finishes."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        sequences: MutableMapping[str, Sequence],
-        runner: Runner,
-        eos_token_ids: frozenset[int],
-        on_end: Callable[[int], None],
-    ) -> None:
-        self._scheduler = scheduler
-        self._sequences = sequences
-        self._runner = runner
-        self._eos_token_ids = eos_token_ids
-        self._on_end = on_end
-        self.by_key: dict[str, BeamSearch] = {}
-        self._due: list[BeamSearch] = []  # with new candidates since `advance`
+    _scheduler: Scheduler
+    _sequences: MutableMapping[str, Sequence]
+    _runner: Runner
+    _eos_token_ids: frozenset[int]
+    _on_end: Callable[[int], None]
+    by_key: dict[str, BeamSearch] = field(default_factory=dict)
+    _due: list[BeamSearch] = field(default_factory=list)  # with new candidates since `advance`
 
     def begin(self, sequence: Sequence, limits: EngineLimits) -> None:
         """Make the new sequence of a beam search request the first of its search; a held sequence

@@ -25,6 +25,7 @@ from ..execution.constraints import Constraints
 from ..kv.limits import EngineLimits
 from ..scheduling.costs.step_cost_estimator import StepCostEstimator
 from ..scheduling.outputs import SpeculationCounts
+from ..scheduling.pipeline_share import decodes_of_step
 from ..scheduling.queues import Queues
 from ..scheduling.sequence import Sequence, SequenceState
 from .acceptance import Acceptance, Mean, Tally
@@ -214,7 +215,7 @@ class Speculator:
 
     def _lengths(self, queues: Queues, sequences: Row[Sequence], num_drafts: Row[int]) -> Row[int]:
         """How many of the `num_drafts` drafts of each sequence to verify."""
-        decodes = queues.decodes()
+        decodes = decodes_of_step(queues.running, self._limits.num_stages)
         most = max(0, self._limits.max_num_batched_tokens - decodes.num_decodes)
         tallies = [self._tallies[one.key] for one in sequences]
         chances = self._acceptance.chances(tallies, num_drafts)
