@@ -66,7 +66,8 @@ class FairQueue(Generic[T]):
         if caller is None:
             caller = self._callers[caller_id] = _Caller(self.served(caller_id))
             self._idle.pop(caller_id, None)
-            self._choose_anew()
+            if not self._is_pinned:
+                self._chosen = None
         caller.items[item] = num_tokens
 
     def add_first(self, item: T, caller_id: int, num_tokens: int) -> None:
@@ -121,7 +122,8 @@ class FairQueue(Generic[T]):
         caller = self._callers[caller_id]
         if caller is self._chosen and item == next(iter(caller.items)):
             self._is_pinned = False
-        self._choose_anew()
+        if not self._is_pinned:
+            self._chosen = None
         del caller.items[item]
         if not caller.items:
             del self._callers[caller_id]
@@ -154,10 +156,6 @@ class FairQueue(Generic[T]):
         if self._chosen is None:
             self._chosen = min(self._callers.values(), key=self._rank)
         return self._chosen
-
-    def _choose_anew(self) -> None:
-        if not self._is_pinned:
-            self._chosen = None
 
     def _rank(self, caller: _Caller[T]) -> tuple[bool, int, int]:
         num_tokens = next(iter(caller.items.values()))  # of the caller's head

@@ -11,13 +11,14 @@ from .kv.disk.disk_thread import make_disk
 from .kv.generations import Generations
 from .kv.limits import EngineLimits
 from .kv.prefix_cache import CacheObserver
-from .lora.adapter_room import room_for
+from .lora.adapter_room import AdapterRoom
 from .model import fingerprint
 from .parallel.pipeline_runner import join_ranks
 from .parallel.rank_group import RankGroup
 from .parallel.ranked_adapters import adapters_of
 from .parallel.ranked_copies import host_copier_of
 from .parallel.ranked_drafts import drafter_of
+from .scheduling.sequence import Sequence
 from .speculation.proposers import make_proposer
 
 
@@ -58,6 +59,9 @@ class Assembly:
         self._host_copier = host_copier_of(runner, followers)
         self._disk = make_disk(config, runner.host_copier, short)
         self.adapters = adapters_of(runner.adapters, followers)
+        room: AdapterRoom[Sequence] | None = None
+        if self.adapters is not None:
+            room = AdapterRoom(self.adapters, config.max_loras, config.num_host_adapters)
         self.engine = Engine(
             EngineParts(
                 join_ranks(runner, followers, config.pipeline_parallel_size),
@@ -70,7 +74,7 @@ class Assembly:
                 grammars=grammars,
                 host_copier=self._host_copier,
                 disk=self._disk,
-                adapters=room_for(self.adapters, config.max_loras, config.num_host_adapters),
+                adapters=room,
                 proposer=make_proposer(config.speculation, drafter_of(runner, followers)),
             )
         )
