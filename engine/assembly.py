@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..constraints.grammars import Grammars
 from ..core.engine_config import EngineConfig
 from .engine import Engine
-from .engine_parts import make_parts
+from .engine_parts import EngineParts
 from .execution.runner import ModelRunner
 from .execution.runner_protocols import Drafter, Runner
 from .kv.disk.disk_thread import make_disk
@@ -13,7 +13,7 @@ from .kv.generations import Generations
 from .kv.host_copies import HostCopier
 from .kv.limits import EngineLimits
 from .kv.prefix_cache import CacheObserver
-from .lora.adapter_room import room_for
+from .lora.adapter_room import AdapterRoom
 from .lora.rank_adapters import RankAdapters
 from .model import fingerprint
 from .parallel.parallel_runner import ParallelRunner, RankedDrafter
@@ -21,6 +21,7 @@ from .parallel.pipeline_runner import PipelineRunner
 from .parallel.rank_group import RankGroup
 from .parallel.ranked_adapters import RankedAdapters
 from .parallel.ranked_copies import RankedCopier
+from .scheduling.sequence import Sequence
 from .speculation.proposers import make_proposer
 
 
@@ -71,8 +72,11 @@ class Assembly:
             if runner.adapters is not None:
                 self.adapters = RankedAdapters(runner.adapters, followers)
         self._disk = make_disk(config, runner.host_copier, short)
+        room: AdapterRoom[Sequence] | None = None
+        if self.adapters is not None:
+            room = AdapterRoom(self.adapters, config.max_loras, config.num_host_adapters)
         self.engine = Engine(
-            make_parts(
+            EngineParts(
                 steps,
                 limits,
                 generations,
@@ -83,7 +87,7 @@ class Assembly:
                 grammars=grammars,
                 host_copier=self._host_copier,
                 disk=self._disk,
-                adapters=room_for(self.adapters, config.max_loras, config.num_host_adapters),
+                adapters=room,
                 proposer=make_proposer(config.speculation, drafter),
             )
         )

@@ -17,9 +17,9 @@ from baton.core.request.timeline import Event, Stamp
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.core.step_cost import StepCost
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.first_steps import BUDGET_S
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.outputs import StepOutput
 from baton.gateway.engines.linked_engine import LinkedEngine
@@ -118,10 +118,10 @@ class PlayedEngine:
             prefill_chunk_tokens=setup.prefill_chunk_tokens,
         )
         self.engine = Engine(
-            make_parts(
+            EngineParts(
                 self._device,
                 limits,
-                LocalGenerations(blocks.num),
+                Generations(blocks.num),
                 fingerprint=FINGERPRINT,
                 eos_token_ids=setup.eos_ids,
                 enable_prefix_caching=self.cache is not None,

@@ -20,9 +20,9 @@ from baton.core.errors import HandoffFailed
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, BlockRefs
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.kv_transfer.export.pool_address import PoolDescription
@@ -260,10 +260,10 @@ def shm_rejects_what_is_rewritten_under_it() -> None:
 def new_engine(*, runs_ahead: bool = False, capacity: int = 12) -> Engine:
     num_blocks = capacity + NUM_RESERVED_BLOCKS
     return Engine(
-        make_parts(
+        EngineParts(
             FakeRunner(num_blocks, BLOCK_SIZE, runs_ahead=runs_ahead),
             EngineLimits(num_blocks, BLOCK_SIZE, max_model_len=40),
-            LocalGenerations(num_blocks),
+            Generations(num_blocks),
             fingerprint="toy",
             eos_token_ids=(),
         )
@@ -302,7 +302,7 @@ def an_aborted_step_keeps_its_blocks() -> None:
 
 
 def a_chain_with_a_hole_ends_at_it() -> None:
-    pool = BlockPool(8, LocalGenerations(8))
+    pool = BlockPool(8, Generations(8))
     cache = PrefixCache(pool)
     hashes = prompt_hashes(3 * BLOCK_SIZE)
     first, third = pool.allocate(2) or []

@@ -23,7 +23,7 @@ from baton.core.request.request import FinishReason, Request, Ticket
 from baton.core.request.sampling_params import SamplingParams
 from baton.decode_node.role import DecodeRole
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.kv.limits import EngineLimits
 from baton.kv_transfer.protocol.messages import Hello, Message, Refused, decode, encode
 from baton.kv_transfer.protocol.puller import Puller
@@ -133,7 +133,7 @@ class Node:
             block_bytes=self.pool.block_bytes,
         )  # fmt: skip
         self.engine = Engine(
-            make_parts(
+            EngineParts(
                 self.runner, limits, self.pool.generations, fingerprint="toy", eos_token_ids=()
             )
         )

@@ -19,7 +19,6 @@ from baton.engine.kv import memfd
 from baton.engine.kv.generations import (
     Generations,
     GenerationsReader,
-    LocalGenerations,
     SharedGenerations,
     page_bytes,
 )
@@ -73,7 +72,7 @@ def test_memory_that_the_system_has_not_got_is_a_startup_error() -> None:
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-@pytest.mark.parametrize("make", [LocalGenerations, lambda n: SharedGenerations(n, INCARNATION)])
+@pytest.mark.parametrize("make", [Generations, lambda n: SharedGenerations(n, INCARNATION)])
 def test_bump_changes_the_named_blocks_only(make: Callable[[int], Generations]) -> None:
     generations = make(5)
     generations.bump([1, 4])
