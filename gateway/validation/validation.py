@@ -20,9 +20,14 @@ import numpy as np
 from google.protobuf.message import Message
 
 from ...core.errors import ContextLengthExceeded, InvalidRequest, PromptTooLarge
-from ...core.request.parameters import Parameter
 from ...core.request.request import Adapter
-from ...core.request.sampling_params import OPTIONS, SAMPLING, RequestOptions, SamplingParams
+from ...core.request.sampling_params import (
+    OPTIONS,
+    SAMPLING,
+    Parameter,
+    RequestOptions,
+    SamplingParams,
+)
 from ...core.request.text_parameters import check_in_vocabulary
 from ...core.request.token_ids import column, unpack
 from ...proto.codec import constraint_from_wire, given

@@ -26,8 +26,7 @@ from baton.core.errors import (
     Unavailable,
 )
 from baton.core.request.constraint import ConstraintKind
-from baton.core.request.parameters import Parameter
-from baton.core.request.sampling_params import OPTIONS, SAMPLING
+from baton.core.request.sampling_params import OPTIONS, SAMPLING, Parameter
 from baton.core.request.text_parameters import EARLY_STOPPING
 from baton.core.request.timeline import Event, Stamp
 from baton.proto.v1 import common_pb2, inference_pb2
