@@ -97,7 +97,7 @@ class RunningStream:
         token_ids, token_s = tuple(wire.token_ids), self._token_s[sample]
         if token_ids and wire.index != len(token_s):
             raise BatonError(f"token {len(token_s)} is missing in the stream")
-        reason = codec.finish_from_wire(wire.finish_reason)
+        reason = codec.FINISH_FROM_WIRE.get(wire.finish_reason)
         logprobs = tuple(map(codec.logprobs_from_wire, wire.logprobs))
         chunk = Chunk(wire.text, token_ids, wire.index, reason, sample, logprobs)
         self._chunks[sample].append(chunk)

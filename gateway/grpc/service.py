@@ -164,7 +164,7 @@ def chunk_to_wire(request_id: str, chunk: OutputChunk) -> inference_pb2.Generate
     if chunk.prompt_logprobs:
         wire.prompt_logprobs.extend(map(codec.logprobs_to_wire, chunk.prompt_logprobs))
     if (result := chunk.result) is not None:
-        wire.finish_reason = codec.finish_to_wire(result.finish_reason)
+        wire.finish_reason = codec.FINISH_TO_WIRE[result.finish_reason]
         if isinstance(result.matched_stop, int):
             wire.matched_stop_id = result.matched_stop
         else:
