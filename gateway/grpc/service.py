@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,18 +29,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 _PUSHBACK = "grpc-retry-pushback-ms"  # read by gRPC's retries, if the client has enabled them
 _MAX_TRACE = 512  # characters
-
-
-@asynccontextmanager
-async def errors_as_status(context: Context) -> AsyncIterator[None]:
-    """End the call with the status of a typed error; no traceback or path reaches the caller."""
-    try:
-        yield
-    except BatonError as error:
-        await abort(context, error)
-    except Exception:  # a bug fails one call, and its text stays in our log
-        log.exception("a call failed by a bug")
-        await abort(context, BatonError("internal error"))
 
 
 async def abort(context: Context, error: BatonError) -> None:
@@ -89,9 +75,9 @@ def send_node_names(context: Context, result: RequestResult) -> None:
     context.set_trailing_metadata(tuple(ascii_names))
 
 
-class Parsing(grpc.aio.ServerInterceptor):
-    """Rejects bytes that cannot be parsed with INVALID_ARGUMENT. By default gRPC returns UNKNOWN
-    with the name of a Python class, and logs a traceback for each."""
+class TypedErrors(grpc.aio.ServerInterceptor):
+    """Around every method: a call that fails, or whose bytes cannot be parsed, ends with the status
+    of a typed error. By default gRPC returns UNKNOWN with the name of a Python class."""
 
     def __init__(self) -> None:
         self._handlers: dict[str, Any] = {}  # by method
@@ -99,12 +85,12 @@ class Parsing(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = self._handlers.get(details.method)
         if handler is None and (original := await continuation(details)) is not None:
-            handler = self._handlers[details.method] = _with_checked_parser(original)
+            handler = self._handlers[details.method] = with_typed_errors(original)
         return handler
 
 
-def _with_checked_parser(handler: Any) -> Any:
-    """The handler with a parser that does not raise; unchanged if it takes a stream of requests."""
+def with_typed_errors(handler: Any) -> Any:
+    """The handler of a method; unchanged if it takes a stream of requests."""
     if handler.request_streaming:
         return handler
     parse: Any = handler.request_deserializer
@@ -119,13 +105,21 @@ def _with_checked_parser(handler: Any) -> Any:
         except DecodeError:
             return None
 
-    async def checked(request: Any, context: Any) -> Any:
-        if request is None:
-            message = "the bytes are no message of this method"
-            await abort(context, InvalidRequest(message, code="invalid_encoding"))
-        return await behavior(request, context)
+    async def answer(request: Any, context: Any) -> Any:
+        try:
+            if request is None:
+                message = "the bytes are no message of this method"
+                raise InvalidRequest(message, code="invalid_encoding")
+            return await behavior(request, context)
+        except (grpc.aio.AbortError, NotImplementedError):  # it has set its own status
+            raise
+        except BatonError as error:
+            await abort(context, error)
+        except Exception:  # a bug fails one call, and its text stays in our log
+            log.exception("a call failed by a bug")
+            await abort(context, BatonError("internal error"))
 
-    return make(checked, parse_or_none, handler.response_serializer)
+    return make(answer, parse_or_none, handler.response_serializer)
 
 
 @dataclass(eq=False)
@@ -137,10 +131,8 @@ class GenerateService(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, wire: inference_pb2.GenerateRequest, context: Context) -> None:
         await self._door.arrivals.take()
-        async with (
-            errors_as_status(context),
-            self._door.generate(wire, self._caller(context), **call_options(context)) as generation,
-        ):
+        caller = self._caller(context)
+        async with self._door.generate(wire, caller, **call_options(context)) as generation:
             async for chunk in generation.chunks():
                 if chunk.result is not None:
                     send_node_names(context, chunk.result)

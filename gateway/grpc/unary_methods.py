@@ -14,7 +14,7 @@ from ..admission.text_calls import detokenize, tokenize
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
 from ..security.caller import METRICS
-from .service import Context, GenerateService, errors_as_status
+from .service import Context, GenerateService
 
 _MAX_ABORTED = 1024  # of one call
 
@@ -29,17 +29,15 @@ class InferenceService(GenerateService):
     async def Abort(
         self, wire: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
-        async with errors_as_status(context):
-            check_names(wire.ids)
-            num_aborted = self._door.abort(wire.ids, self._caller(context))
+        check_names(wire.ids)
+        num_aborted = self._door.abort(wire.ids, self._caller(context))
         return inference_pb2.AbortResponse(num_aborted=num_aborted)
 
     async def GetModelInfo(
         self, wire: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.ModelInfo:
-        async with errors_as_status(context):
-            caller = self._caller(context)
-            caller.check_model("", self._door.limits.model)
+        caller = self._caller(context)
+        caller.check_model("", self._door.limits.model)
         limits = self._door.limits
         members = self._view.members() if METRICS in caller.scopes else []
         return inference_pb2.ModelInfo(
@@ -54,16 +52,14 @@ class InferenceService(GenerateService):
     async def Tokenize(
         self, wire: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        async with errors_as_status(context):
-            ids = await tokenize(self._door, wire.model, wire.text, self._caller(context))
+        ids = await tokenize(self._door, wire.model, wire.text, self._caller(context))
         return inference_pb2.TokenizeResponse(ids=ids)
 
     async def Detokenize(
         self, wire: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        async with errors_as_status(context):
-            ids = column(wire.ids[:])  # a slice is read at once, the field itself id by id
-            text = await detokenize(self._door, wire.model, ids, self._caller(context))
+        ids = column(wire.ids[:])  # a slice is read at once, the field itself id by id
+        text = await detokenize(self._door, wire.model, ids, self._caller(context))
         return inference_pb2.DetokenizeResponse(text=text)
 
     def _node_info(self, member: Member) -> inference_pb2.NodeInfo:
