@@ -120,9 +120,7 @@ class Tokenizer:
             raise _too_long(f"{len(token_ids)} tokens", max_tokens, param)
 
         def work() -> str:
-            ids = list(token_ids)
-            if not self.hidden_ids.isdisjoint(ids):
-                ids = [i for i in ids if i not in self.hidden_ids]
+            ids = [i for i in token_ids if i not in self.hidden_ids]
             try:
                 text: str = self._library.decode_batch([ids])[0]
             except BaseException as error:
