@@ -27,8 +27,8 @@ from ..security.tenancy import Tenancy, TenantAdmission
 from ..telemetry.call_feed import CallFeed
 from ..telemetry.calls.call_record import CallRecord
 from ..text.special_tokens import Spans
-from ..validation.served_model import ServedModel
-from ..validation.validation import ModelLimits, ValidatedRequest, validated
+from ..validation.served_model import ModelLimits, ServedModel
+from ..validation.validation import ValidatedRequest, validated
 from .loop_pacing import LoopPacing
 from .queue_limit import QueueLimit
 from .running_call import RunningCall

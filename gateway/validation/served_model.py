@@ -13,7 +13,21 @@ from ..text.no_tokenizer import NoTokenizer
 from ..text.tokenizer import Tokenizer
 from ..text.tokenizer_file import load_tokenizer
 from .constraints import ConstraintCheck
-from .validation import ModelLimits
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """The limits for requests. The sizes of the KV pools are None while no node is known.
+
+    `max_prompt_tokens`: the size of the largest prefill pool. `max_total_tokens`: of the largest
+    decode pool, for prompt and output.
+    """
+
+    model: str
+    vocab_size: int
+    max_model_len: int
+    max_prompt_tokens: int | None = None
+    max_total_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

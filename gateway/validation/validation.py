@@ -9,7 +9,6 @@ endpoint needs it. Knows no node: the capacity of the deployment is passed in as
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,37 +27,20 @@ from ...core.request.sampling_params import (
     RequestOptions,
     SamplingParams,
 )
-from ...core.request.text_parameters import check_in_vocabulary
-from ...core.request.token_ids import column, unpack
-from ...proto.codec import constraint_from_wire, given
+from ...core.request.text_parameters import LABEL, check_in_vocabulary
+from ...core.request.token_ids import column
+from ...proto.codec import constraint_from_wire, given, token_ids_from_wire
 from ...proto.v1 import common_pb2, inference_pb2
 from ..text.no_tokenizer import NoTokenizer, no_text
 from ..text.special_tokens import Spans
 from ..text.tokenizer import Tokenizer
 from .beams import OF_SEARCHES, complete_search
 from .constraints import check_constraint
+from .served_model import ModelLimits
 
-MAX_LABEL_CHARS = 256
 _DEFAULT_OPTIONS = RequestOptions()
 Adapters: TypeAlias = Mapping[str, Adapter]  # by name
 _NO_ADAPTERS: Adapters = MappingProxyType({})
-
-_LABEL = re.compile(rf"[!-~]{{1,{MAX_LABEL_CHARS}}}\Z")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """The limits for requests. The sizes of the KV pools are None while no node is known.
-
-    `max_prompt_tokens`: the size of the largest prefill pool. `max_total_tokens`: of the largest
-    decode pool, for prompt and output.
-    """
-
-    model: str
-    vocab_size: int
-    max_model_len: int
-    max_prompt_tokens: int | None = None
-    max_total_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +84,8 @@ async def validated(
     smaller. `special_at`: see Tokenizer.encode. Raises InvalidRequest, also for text if there is no
     tokenizer, ContextLengthExceeded, PromptTooLarge.
     """
-    check_label(wire.request_id, "request_id")
+    if wire.request_id:
+        LABEL.check(wire.request_id, "request_id", limits.vocab_size)
     prompt = _token_ids(wire, limits.vocab_size)
     options = RequestOptions(**_checked(wire, OPTIONS, limits.vocab_size))
     adapter = adapters.get(wire.model)
@@ -128,21 +111,6 @@ async def validated(
     return ValidatedRequest(prompt, sampling, wire.request_id, options, adapter=adapter)
 
 
-def is_label(text: str) -> bool:
-    """Whether a text is a valid label of a request: it is written to logs and headers unescaped."""
-    return _LABEL.match(text) is not None
-
-
-def check_label(label: str, param: str) -> None:
-    """Raise InvalidRequest unless it is a valid label, or empty, for none."""
-    if label and not is_label(label):
-        raise InvalidRequest(
-            f"{param} must be 1 to {MAX_LABEL_CHARS} visible ASCII characters",
-            param,
-            "invalid_value",
-        )
-
-
 def _token_ids(wire: inference_pb2.GenerateRequest, vocab_size: int) -> array[int]:
     """The prompt's ids, or an empty column for a text. Raises InvalidRequest for an empty
     prompt."""
@@ -153,12 +121,8 @@ def _token_ids(wire: inference_pb2.GenerateRequest, vocab_size: int) -> array[in
     if ids.packed and ids.ids:
         message = "give token_ids as ids or packed, not both"
         raise InvalidRequest(message, "prompt", "invalid_value")
-    try:
-        # A slice is copied at once, the field itself id by id.
-        token_ids = unpack(ids.packed) if ids.packed else column(ids.ids[:])
-    except ValueError as error:
-        message = "packed token ids are cut off"
-        raise InvalidRequest(message, "prompt", "invalid_value") from error
+    # A slice is copied at once, the field itself id by id.
+    token_ids = token_ids_from_wire(ids.packed) if ids.packed else column(ids.ids[:])
     if not token_ids and not wire.text:
         raise _empty_prompt()
     check_token_ids(token_ids, vocab_size, "prompt")

@@ -25,7 +25,7 @@ from baton.gateway.http.chat.chat import FIELDS as CHAT
 from baton.gateway.http.generate.completions import FIELDS as COMPLETIONS
 from baton.gateway.http.generate.request_fields import read_fields
 from baton.gateway.http.protocol.body import parse_object
-from baton.gateway.validation.validation import ModelLimits
+from baton.gateway.validation.served_model import ModelLimits
 from baton.proto.v1 import inference_pb2
 
 # Of so many requests, so many by each way.

@@ -11,8 +11,7 @@ from aiohttp import web
 
 from ....core.errors import InvalidRequest
 from ....core.ports import Entropy, SystemEntropy
-from ...validation.served_model import ServedModel
-from ...validation.validation import ModelLimits
+from ...validation.served_model import ModelLimits, ServedModel
 from ..generate.structured import SamplingFields, constraint_of, lark_of
 from ..protocol.app_state import APP_STATE, CALLER
 from .chat_template import ChatPrompt, ChatTemplate, Ending, ending_of

@@ -20,12 +20,12 @@ from aiohttp import web
 
 from ....core.errors import BatonError, InvalidRequest
 from ....core.request.request import TokenLogprobs
+from ....core.request.text_parameters import LABEL
 from ....proto.v1 import inference_pb2
 from ...admission.running_call import RunningCall
 from ...request.output_chunk import OutputChunk, merged
 from ...text.special_tokens import Spans
 from ...text.token_text import TokenText
-from ...validation.validation import check_label
 from ..protocol.answers import (
     Answer,
     Choice,
@@ -119,7 +119,8 @@ class GeneratedAnswer(ABC):
         """Raises InvalidRequest for an invalid request id, and stream options without a stream."""
         self.app = request.app
         self.label = request.headers.get(REQUEST_ID_HEADER, "")
-        check_label(self.label, REQUEST_ID_HEADER)
+        if self.label:
+            LABEL.check(self.label, REQUEST_ID_HEADER, 0)
         self.num_samples: int = found.get("n", 1)
         self.is_stream: bool = found.get("stream", False)
         if "stream_options" in found and not self.is_stream:
