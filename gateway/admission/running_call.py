@@ -25,9 +25,8 @@ class RunningCall:
     failure; the first failure fails the whole call. `chunks` may be iterated once.
 
     `push`, once set, is called with a chunk, except a sample's last, when all before it are
-    delivered. It returns True if it has written the chunk to the client; then no task needs to wake
-    for it. `on_delivered` is called for each delivered chunk, `on_fail` when the stream must end
-    early; `ends` spaces the work at the end of samples.
+    delivered: True if it has written it to the client, so that no task needs to wake for it.
+    `on_fail` is called when the stream must end early; `ends` spaces the ends of samples.
     """
 
     def __init__(

@@ -51,21 +51,19 @@ def caller_of(context: Context, keys: AcceptedKeys | None, door: FrontDoor) -> C
     try:
         return keys.caller([v for k, v in metadata if k == "authorization"], "grpc")
     except Unauthenticated as error:
-        door.count_refusal(anyone("grpc"), error)
+        door.feed.call_refused(anyone("grpc"), error)
         raise
 
 
 def call_options(context: Context) -> dict[str, Any]:
     """Options of FrontDoor.generate: the client's deadline, and the W3C trace context."""
 
-    def trace(key: str) -> str:
+    options: dict[str, Any] = {"timeout_s": context.time_remaining()}
+    for key in ("traceparent", "tracestate"):
         values = [value for name, value in context.invocation_metadata() or () if name == key]
-        if len(values) != 1 or not isinstance(values[0], str) or len(values[0]) > _MAX_TRACE:
-            return ""
-        return values[0]
-
-    traces = {key: trace(key) for key in ("traceparent", "tracestate")}
-    return {"timeout_s": context.time_remaining(), **traces}
+        if len(values) == 1 and isinstance(values[0], str) and len(values[0]) <= _MAX_TRACE:
+            options[key] = values[0]
+    return options
 
 
 def send_node_names(context: Context, result: RequestResult) -> None:

@@ -80,7 +80,7 @@ async def prepare(request: web.Request, found: Mapping[str, Any]) -> Prepared:
     app, caller = request.app, request[CALLER]
     model, door = app[CHAT_MODEL], app[APP_STATE].door
     if caller.tenant:
-        door.check_limits(caller)
+        door.tenancy.check(caller)
     messages, tools = found["messages"], found.get("tools", [])
     choice, ending = chosen(tools, found.get("tool_choice")), ending_of(found)
     if model.template is None:
