@@ -62,7 +62,7 @@ class StopSearch:
 
     def _num_held(self, buffer: str) -> int:
         """The length of the longest suffix of `buffer` that is a prefix of a stop string."""
-        longest = max(map(len, self._stops)) - 1
+        longest = max(map(len, self._stops), default=0) - 1
         for length in range(min(longest, len(buffer)), 0, -1):
             end = buffer[-length:]
             if any(stop.startswith(end) for stop in self._stops):

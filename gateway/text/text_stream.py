@@ -61,7 +61,7 @@ class WholeTexts(dict[int, str | None]):
 
     def __init__(self, library: tokenizers.Tokenizer, hidden_ids: frozenset[int]) -> None:
         super().__init__()
-        self._library = library
+        self.library = library
         self._is_byte_level = isinstance(library.decoder, decoders.ByteLevel)
         self._hidden_ids = hidden_ids
         added = library.get_added_tokens_decoder()
@@ -73,11 +73,11 @@ class WholeTexts(dict[int, str | None]):
         return text
 
     def _text(self, token_id: int) -> str | None:
-        if token_id in self._hidden_ids or self._library.id_to_token(token_id) is None:
+        if token_id in self._hidden_ids or self.library.id_to_token(token_id) is None:
             return ""
         if not self._is_byte_level or token_id in self._added_ids:
             return None  # whether special tokens are shown depends on the request
-        text: str = self._library.decode([token_id])  # cannot fail for byte-level tokens
+        text: str = self.library.decode([token_id])  # cannot fail for byte-level tokens
         return text if text and REPLACEMENT not in text else None
 
 
@@ -87,13 +87,12 @@ class Detokenizer:
 
     def __init__(
         self,
-        library: tokenizers.Tokenizer,
         whole_texts: WholeTexts,
         prompt_token_ids: Sequence[int],
         skips_special_tokens: bool = True,
     ) -> None:
         context = prompt_token_ids[-NUM_CONTEXT_TOKENS:]
-        self._new_joined = partial(JoinedTokens, library, context, skips_special_tokens)
+        self._new_joined = partial(JoinedTokens, whole_texts.library, context, skips_special_tokens)
         self._whole_texts = whole_texts
         self._skipped_ids = whole_texts.special_ids if skips_special_tokens else frozenset()
         self._joined: JoinedTokens | None = None  # from the first token without its own text on

@@ -148,7 +148,7 @@ class Tokenizer:
         self, prompt_token_ids: Sequence[int], *, skips_special_tokens: bool = True
     ) -> Detokenizer:
         """An incremental detokenizer for the output after this prompt."""
-        return Detokenizer(self._library, self._whole_texts, prompt_token_ids, skips_special_tokens)
+        return Detokenizer(self._whole_texts, prompt_token_ids, skips_special_tokens)
 
     def close(self) -> None:
         self._lanes.close()

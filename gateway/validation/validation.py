@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import Message
@@ -39,8 +39,6 @@ from .constraints import check_constraint
 from .served_model import ModelLimits
 
 _DEFAULT_OPTIONS = RequestOptions()
-Adapters: TypeAlias = Mapping[str, Adapter]  # by name
-_NO_ADAPTERS: Adapters = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +72,15 @@ async def validated(
     tokenizer: Tokenizer | NoTokenizer,
     *,
     drawn_seed: int,
-    adapters: Adapters = _NO_ADAPTERS,
+    adapters: Mapping[str, Adapter] = MappingProxyType({}),
     special_at: Spans | None = None,
 ) -> ValidatedRequest:
     """Check every field, tokenise the text, and fill in the defaults of absent fields. Not checked
     here: the model's name (Caller) and whether a constraint compiles (ConstraintCheck).
 
     `max_tokens` defaults to the rest of the context, or of the largest decode pool if that is
-    smaller. `special_at`: see Tokenizer.encode. Raises InvalidRequest, also for text if there is no
-    tokenizer, ContextLengthExceeded, PromptTooLarge.
+    smaller. `adapters`: by name. `special_at`: see Tokenizer.encode. Raises InvalidRequest, also
+    for text if there is no tokenizer, ContextLengthExceeded, PromptTooLarge.
     """
     if wire.request_id:
         LABEL.check(wire.request_id, "request_id", limits.vocab_size)
@@ -102,6 +100,8 @@ async def validated(
             max_tokens=limits.max_model_len,
         )
         prompt = _prompt_of_text(encoded, limits.vocab_size)
+    if not prompt:
+        raise InvalidRequest("the prompt is empty", "prompt", "empty_prompt")
     given = sampling.max_tokens if wire.sampling.HasField("max_tokens") else None
     max_tokens = _fitting_max_tokens(len(prompt), given, limits)
     if sampling.min_tokens > max_tokens:
@@ -112,8 +112,7 @@ async def validated(
 
 
 def _token_ids(wire: inference_pb2.GenerateRequest, vocab_size: int) -> array[int]:
-    """The prompt's ids, or an empty column for a text. Raises InvalidRequest for an empty
-    prompt."""
+    """The prompt's ids; none of a text. Raises InvalidRequest."""
     if wire.WhichOneof("prompt") is None:
         message = "give a prompt: text or token ids"
         raise InvalidRequest(message, "prompt", "missing_required")
@@ -123,25 +122,17 @@ def _token_ids(wire: inference_pb2.GenerateRequest, vocab_size: int) -> array[in
         raise InvalidRequest(message, "prompt", "invalid_value")
     # A slice is copied at once, the field itself id by id.
     token_ids = token_ids_from_wire(ids.packed) if ids.packed else column(ids.ids[:])
-    if not token_ids and not wire.text:
-        raise _empty_prompt()
     check_token_ids(token_ids, vocab_size, "prompt")
     return token_ids
 
 
 def _prompt_of_text(encoded: Sequence[int], vocab_size: int) -> array[int]:
     """The prompt of a tokenised text. Raises InvalidRequest for tokens that the model lacks."""
-    if not encoded:
-        raise _empty_prompt()
     prompt = column(encoded)
-    if (largest := int(np.max(prompt))) >= vocab_size:
+    if prompt and (largest := int(np.max(prompt))) >= vocab_size:
         message = f"prompt has token {largest}; the vocabulary has {vocab_size} ids"
         raise InvalidRequest(message, "prompt", "invalid_token_id")
     return prompt
-
-
-def _empty_prompt() -> InvalidRequest:
-    return InvalidRequest("the prompt is empty", "prompt", "empty_prompt")
 
 
 def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLimits) -> int:
