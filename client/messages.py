@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from ..core.errors import InvalidRequest
 from ..core.metrics import TokenTimes
+from ..core.request.constraint import ConstraintKind
 from ..core.request.request import FinishReason, TokenLogprobs
 from ..core.request.timeline import Stamp
 from ..core.request.token_ids import pack
@@ -23,9 +24,7 @@ from ..proto.v1 import inference_pb2
 _OWN_FIELDS = frozenset(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - {
     *("text", "token_ids", "sampling")
 }
-_ONEOF = inference_pb2.GenerateRequest().sampling.DESCRIPTOR.oneofs_by_name["constraint"]
-_CONSTRAINTS = tuple(kind.name for kind in _ONEOF.fields)
-
+_CONSTRAINTS = tuple(kind.value for kind in ConstraintKind)
 _MAX_TIMEOUT_S = 365 * 86400.0
 
 

@@ -55,16 +55,10 @@ class Operation:
 
 OPERATIONS: Mapping[str, Operation] = {
     "/v1/completions": Operation(
-        answers.Completion,
-        completions.FIELDS,
-        completions.REQUIRED,
-        event=answers.Completion,
+        answers.Completion, completions.FIELDS, completions.REQUIRED, event=answers.Completion
     ),
     "/v1/chat/completions": Operation(
-        answers.ChatCompletion,
-        chat.FIELDS,
-        chat.REQUIRED,
-        event=answers.ChatCompletionChunk,
+        answers.ChatCompletion, chat.FIELDS, chat.REQUIRED, event=answers.ChatCompletionChunk
     ),
     "/v1/responses": Operation(
         response_items.ResponseBody,
@@ -83,17 +77,12 @@ OPERATIONS: Mapping[str, Operation] = {
         event=message_blocks.MessageEvent,
     ),
     "/v1/messages/count_tokens": Operation(
-        message_blocks.MessageTokens,
-        message_input.COUNTED,
-        message_input.COUNTED_REQUIRED,
+        message_blocks.MessageTokens, message_input.COUNTED, message_input.COUNTED_REQUIRED
     ),
     "/tokenize": Operation(answers.Tokens, tokenization.TOKENIZE_FIELDS),
     "/detokenize": Operation(answers.Text, tokenization.DETOKENIZE_FIELDS, ("tokens",)),
     "/v1/load_lora_adapter": Operation(
-        None,
-        lora_adapters.LOAD_FIELDS,
-        (*lora_adapters.LOAD_FIELDS,),
-        statuses=_ADAPTER_ERRORS,
+        None, lora_adapters.LOAD_FIELDS, (*lora_adapters.LOAD_FIELDS,), statuses=_ADAPTER_ERRORS
     ),
     "/v1/unload_lora_adapter": Operation(
         None, lora_adapters.UNLOAD_FIELDS, ("lora_name",), statuses=_ADAPTER_ERRORS

@@ -128,7 +128,7 @@ class SnapshotFeed:
         snapshot["series"] = {name: _drawn(column) for name, column in series.items()}
         snapshot["recent"] = snapshot["recent"][:MAX_RECENT]
         snapshot |= {"gateway": self._about(), "engines": self._roster.rows()}
-        snapshot |= {"plans": self._roster.plans(), "scope": self._scope()}
+        snapshot |= {"plans": self._roster.plans.rows(), "scope": self._scope()}
         if is_whole:
             snapshot["definitions"] = definitions()
         compact: dict[str, Any] = _compact(snapshot)
@@ -243,14 +243,14 @@ class EngineRoster:
     _members: Callable[[], Sequence[Member]]
     _is_starting: Callable[[str], bool]
     _seen: dict[str, _Seen] = field(default_factory=dict)  # by incarnation
-    _plans: PlanRates = field(init=False)
+    plans: PlanRates = field(init=False)
 
     def __post_init__(self) -> None:
-        self._plans = PlanRates(self._table.plans, self._table.mirror.clock)
+        self.plans = PlanRates(self._table.plans, self._table.mirror.clock)
 
     def look(self, now_unix_s: float) -> None:
         """Take over the state of the directory, the links and the chosen plans."""
-        self._plans.look()
+        self.plans.look()
         present = {member.incarnation: member for member in self._members()}
         for incarnation, member in present.items():
             self._seen.setdefault(incarnation, _Seen(member, "", now_unix_s))
@@ -275,10 +275,6 @@ class EngineRoster:
             key=lambda seen: (seen.member.role.value != "prefill", seen.member.name),
         )
         return [self._row(seen) for seen in order]
-
-    def plans(self) -> list[dict[str, Any]]:
-        """The rates and the estimated times of the plans chosen lately."""
-        return self._plans.rows()
 
     def _state(self, incarnation: str) -> str:
         engine = self._table.engines.get(incarnation)
