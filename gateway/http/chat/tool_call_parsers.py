@@ -3,11 +3,12 @@
 Text becomes deltas as it arrives:
 
     text so far     Let me look. <tool_call>{"name": "now", "arguments": {"zone"
-    deltas          Content("Let me look. ")  ToolDelta(0, "now", '')  ToolDelta(0, None, '{"zone"')
+    deltas          TEXT "Let me look. "   CALL 0 now ""   CALL 0 '{"zone"'
 """
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,23 +24,21 @@ PYTHON_TAG = "<|python_tag|>"
 _PIECE_CHARS = 4096  # parsed at a time, since the text after a call is copied for each call
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text for the user."""
+class DeltaKind(enum.Enum):
+    REASONING = "reasoning"
+    TEXT = "text"  # for the user
+    CALL = "call"
 
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of an answer. A call's first delta has the function's name; `text` is of the
+    arguments' JSON, `call` the call's number."""
+
+    kind: DeltaKind
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolDelta:
-    """A piece of call number `index`; the call's first delta has the name."""
-
-    index: int
-    name: str | None
-    arguments: str
-
-
-Delta = Content | ToolDelta
+    call: int = 0
+    name: str | None = None
 
 
 class ToolCallParser(ABC):
@@ -106,7 +105,7 @@ class ToolCallParser(ABC):
         if text:
             self._has_content = True
             self._is_behind_call = False
-            deltas.append(Content(text))
+            deltas.append(Delta(DeltaKind.TEXT, text))
 
     def _begin(self) -> None:
         self._scanner = self._new_scanner()
@@ -116,10 +115,9 @@ class ToolCallParser(ABC):
         assert self._scanner is not None
         scanner, was_named = self._scanner, self._scanner.name is not None
         self._text = scanner.feed(self._text)
-        if scanner.name is not None and not was_named:
-            deltas.append(ToolDelta(self._num_calls, scanner.name, scanner.take_arguments()))
-        elif arguments := scanner.take_arguments():
-            deltas.append(ToolDelta(self._num_calls, None, arguments))
+        name, arguments = None if was_named else scanner.name, scanner.take_arguments()
+        if name is not None or arguments:
+            deltas.append(Delta(DeltaKind.CALL, arguments, self._num_calls, name))
         if scanner.is_done or scanner.is_broken:
             self._scanner, self._is_behind_call = None, scanner.name is not None
             self._num_calls += self._is_behind_call

@@ -15,6 +15,7 @@ from ....core.request.sampling_params import SamplingParams
 from ...request.output_chunk import RequestResult
 from ..chat.chat_model import Prepared, prepare
 from ..chat.messages import Message
+from ..chat.tool_call_parsers import DeltaKind
 from ..generate.generated_answer import renaming
 from ..generate.request_fields import read_fields
 from ..protocol.answers import answer, json_text
@@ -23,19 +24,19 @@ from ..protocol.body import read_object
 from . import response_items as items
 from .response_input import FIELDS, NOT_SUPPORTED, REQUIRED, chat_fields, namespaces
 from .response_store import ResponseStore
-from .turn import Block, BlockKind, Turn, call_arguments
+from .turn import Block, Turn, call_arguments
 
 ROUTES = web.RouteTableDef()
 RESPONSE_STORE = web.AppKey("response_store", ResponseStore)
 
 _DEFAULTS = SamplingParams()
-_ID_PREFIX = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}
+_ID_PREFIX = {DeltaKind.REASONING: "rs_", DeltaKind.TEXT: "msg_", DeltaKind.CALL: "fc_"}
 _TYPE = {
-    BlockKind.REASONING: "reasoning",
-    BlockKind.TEXT: "message",
-    BlockKind.CALL: "function_call",
+    DeltaKind.REASONING: "reasoning",
+    DeltaKind.TEXT: "message",
+    DeltaKind.CALL: "function_call",
 }
-_TEXT_NAME = {BlockKind.REASONING: "reasoning_text", BlockKind.TEXT: "output_text"}
+_TEXT_NAME = {DeltaKind.REASONING: "reasoning_text", DeltaKind.TEXT: "output_text"}
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -116,7 +117,7 @@ class _Response(Turn):
         events: list[Struct] = [
             items.ItemEvent(type="response.output_item.added", output_index=block.index, item=item)
         ]
-        if block.kind is not BlockKind.CALL:
+        if block.kind is not DeltaKind.CALL:
             item.content = []
             events.append(self._part("added", block))
         return events
@@ -130,17 +131,17 @@ class _Response(Turn):
             output_index=block.index,
             item=self._item(block, "incomplete" if is_cut else "completed"),
         )
-        if block.kind is BlockKind.CALL:
+        if block.kind is DeltaKind.CALL:
             return [self._text(block, "done", name=done.item.name, arguments=block.text), done]
         return [self._text(block, "done", text=block.text), self._part("done", block), done]
 
     def _text(self, block: Block, what: str, **text: Any) -> Struct:
         """The event for a block's text; `what`: delta or done."""
         where = {"item_id": _id(block), "output_index": block.index, **text}
-        if block.kind is BlockKind.CALL:
+        if block.kind is DeltaKind.CALL:
             return items.ArgumentsEvent(type=f"response.function_call_arguments.{what}", **where)
         event = items.TextEvent(type=f"response.{_TEXT_NAME[block.kind]}.{what}", **where)
-        if block.kind is BlockKind.TEXT:
+        if block.kind is DeltaKind.TEXT:
             event.logprobs = ()
         return event
 
@@ -198,13 +199,13 @@ class _Response(Turn):
     def _item(self, block: Block, status: str) -> items.Item:
         """The block as an item of the output, with its text so far."""
         item = items.Item(id=_id(block), type=_TYPE[block.kind], status=status)
-        if block.kind is BlockKind.CALL:
+        if block.kind is DeltaKind.CALL:
             item.call_id, item.name, item.arguments = _call_id(block), block.name, block.text
             if (found := self._namespaces.get(block.name)) is not None:
                 item.namespace, item.name = found
             return item
         item.content = [_content(block)]
-        if block.kind is BlockKind.TEXT:
+        if block.kind is DeltaKind.TEXT:
             item.role = "assistant"
         else:
             item.summary = ()
@@ -235,7 +236,7 @@ def _id(block: Block) -> str:
 
 
 def _content(block: Block) -> items.Part:
-    if block.kind is BlockKind.TEXT:
+    if block.kind is DeltaKind.TEXT:
         return items.Part(text=block.text, type="output_text", annotations=(), logprobs=())
     return items.Part(text=block.text, type="reasoning_text")
 
@@ -247,9 +248,9 @@ def _call_id(block: Block) -> str:
 def _message(block: Block) -> Message:
     """The block as a message for the template of the next turn."""
     message: Message = {"role": "assistant", "content": ""}
-    if block.kind is BlockKind.TEXT:
+    if block.kind is DeltaKind.TEXT:
         message["content"] = block.text
-    elif block.kind is BlockKind.REASONING:
+    elif block.kind is DeltaKind.REASONING:
         message["reasoning_content"] = block.text
     else:
         function = {"name": block.name, "arguments": call_arguments(block.text)}
