@@ -25,7 +25,7 @@ from ..core.request.request import (
 )
 from ..core.request.sampling_params import SAMPLING, SamplingParams
 from ..core.request.timeline import Event, Stamp
-from ..core.request.token_ids import pack, unpack
+from ..core.request.token_ids import column, pack
 from .v1 import common_pb2, node_pb2
 
 FINISH_TO_WIRE = {
@@ -110,12 +110,14 @@ def logprobs_from_wire(wire: common_pb2.TokenLogprobs) -> TokenLogprobs:
 
 
 def token_ids_from_wire(packed: bytes) -> array[int]:
-    """The ids of a packed field. Raises InvalidRequest for an incomplete id."""
+    """The reverse of `pack`. Raises InvalidRequest for an incomplete id."""
+    token_ids = column()
     try:
-        return unpack(packed)
+        token_ids.frombytes(packed)
     except ValueError as error:
         message = "packed token ids are cut off"
         raise InvalidRequest(message, "prompt", "invalid_value") from error
+    return token_ids
 
 
 def dispatch_to_wire(

@@ -66,7 +66,6 @@ def at_least(least: int) -> Kind:
 
 
 def between(least: int, most: int) -> Kind:
-    """An integer in [least, most]."""
     interval = f"[{least}, {most}]"
     must = f"must lie in {interval}, not {{value}}"
     return _integer(least, most, integer(least, most), interval, must)
@@ -100,5 +99,4 @@ def as_sampled(value: float, name: str, param: str) -> float:
 
 
 def refusal(message: str, param: str, code: str = "invalid_value") -> InvalidRequest:
-    """The error for a bad value."""
     return InvalidRequest(message, param, code)

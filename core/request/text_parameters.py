@@ -71,8 +71,6 @@ def stop_strings(max_items: int, max_bytes: int) -> Kind:
 
 
 def token_ids(max_items: int) -> Kind:
-    """Ids of the vocabulary."""
-
     def check(value: Sequence[int], name: str, vocab_size: int) -> tuple[int, ...]:
         _check_length(value, max_items, name, "stop ids")
         check_in_vocabulary(value, vocab_size, name)

@@ -89,7 +89,6 @@ class GrpcServer:
         return (vllm_engine.SERVICE_NAME,)
 
     async def start(self) -> None:
-        """Accept calls."""
         await self._server.start()
 
     async def show_ready(self, is_ready: bool) -> None:

@@ -48,15 +48,10 @@ class ServedModel:
         name = config.served_model_name or model_dir.resolve().name
         limits = _read_limits(model_dir, name)
         eos_ids = eos_token_ids(model_dir, limits.vocab_size)
-        tokenizer = (
-            NoTokenizer()
-            if config.skip_tokenizer_init
-            else load_tokenizer(
-                model_dir,
-                eos_ids,
-                refuses_special=config.special_tokens_in_prompts == "refuse",
-            )
-        )
+        tokenizer: Tokenizer | NoTokenizer = NoTokenizer()
+        if not config.skip_tokenizer_init:
+            refuses_special = config.special_tokens_in_prompts == "refuse"
+            tokenizer = load_tokenizer(model_dir, eos_ids, refuses_special=refuses_special)
         constraints = ConstraintCheck(Grammars(model_dir, limits.vocab_size, eos_ids))
         return cls(limits, eos_ids, tokenizer, model_dir, constraints)
 

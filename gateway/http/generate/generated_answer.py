@@ -226,7 +226,6 @@ class GeneratedAnswer(ABC):
         return prompt_index * self.num_samples + chunk.sample_index
 
     def _usage(self) -> Usage:
-        """The usage so far."""
         num_prompt, num_output = self._num_prompt_tokens, self._num_output_tokens
         details = PromptDetails(sum(self._num_cached.values()))
         usage = Usage(num_prompt, num_output, num_prompt + num_output, details)

@@ -15,11 +15,10 @@ from ..chat.chat_model import CHAT_MODEL, prepare
 from ..chat.reasoning import followed
 from ..chat.tool_call_parsers import DeltaKind
 from ..generate.generated_answer import renaming
-from ..generate.request_fields import read_body
 from ..protocol.answers import answer
 from ..protocol.app_state import APP_STATE, CALLER
 from . import message_blocks as blocks
-from .message_input import COUNTED, COUNTED_REQUIRED, FIELDS, NOT_SUPPORTED, REQUIRED, chat_fields
+from .message_input import BODY, COUNTED_BODY, chat_fields
 from .turn import Block, Turn, call_arguments
 
 ROUTES = web.RouteTableDef()
@@ -36,7 +35,7 @@ _NAMES = {
 @ROUTES.post("/v1/messages")
 async def messages(request: web.Request) -> web.StreamResponse:
     """Generate the next turn of a conversation."""
-    found = await read_body(request, FIELDS, REQUIRED, NOT_SUPPORTED)
+    found = await BODY.read(request)
     fields = _chat_fields(request.app, found)
     with renaming(_NAMES):
         return await _Message(request, fields, await prepare(request, fields)).run()
@@ -45,7 +44,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
 @ROUTES.post("/v1/messages/count_tokens")
 async def count_tokens(request: web.Request) -> web.Response:
     """How many tokens the prompt of this conversation has."""
-    found = await read_body(request, COUNTED, COUNTED_REQUIRED, NOT_SUPPORTED)
+    found = await COUNTED_BODY.read(request)
     fields = _chat_fields(request.app, found)
     with renaming(_NAMES):
         prompt = (await prepare(request, fields)).prompt

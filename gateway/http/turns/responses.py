@@ -17,12 +17,11 @@ from ..chat.chat_model import Prepared, prepare
 from ..chat.messages import Message
 from ..chat.tool_call_parsers import DeltaKind
 from ..generate.generated_answer import renaming
-from ..generate.request_fields import read_fields
 from ..protocol.answers import answer, json_text
 from ..protocol.app_state import CALLER
 from ..protocol.body import read_object
 from . import response_items as items
-from .response_input import FIELDS, NOT_SUPPORTED, REQUIRED, chat_fields, namespaces
+from .response_input import BODY, chat_fields, namespaces
 from .response_store import ResponseStore
 from .turn import Block, Turn, call_arguments
 
@@ -51,7 +50,7 @@ _ID_IN_PATH = {"previous_response_id": "response_id"}
 async def responses(request: web.Request) -> web.StreamResponse:
     """Generate the next turn of a conversation, and store it for the turn after."""
     body = await read_object(request)
-    found = read_fields(body, FIELDS, NOT_SUPPORTED, REQUIRED)
+    found = BODY.read_fields(body)
     earlier: Sequence[Message] = ()
     if (previous := found.get("previous_response_id")) is not None:
         earlier = request.app[RESPONSE_STORE].messages(request[CALLER].tenant, previous)

@@ -17,11 +17,11 @@ from baton.core.request.constraint import Constraint, ConstraintKind
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import ReportedLoad
-from baton.gateway.http.chat.chat import FIELDS
+from baton.gateway.http.chat.chat import BODY
 from baton.gateway.http.chat.tool_call_parsers import DeltaKind
 from baton.gateway.http.chat.tool_formats import FORMATS, HERMES, ToolFormat
 from baton.gateway.http.chat.tools import TOOLS, ToolChoice, call_grammar
-from baton.gateway.http.generate.request_fields import read_fields
+from baton.gateway.http.generate.request_fields import Body
 from baton.gateway.http.generate.structured import constraint_of, lark_of
 from baton.gateway.validation.constraints import ConstraintCheck
 from baton.gateway.validation.validation import check_sampling
@@ -42,7 +42,7 @@ def grammar_of(tools: Any, choice: ToolChoice, tool_format: ToolFormat = HERMES)
 
 def read(body: dict[str, Any]) -> tuple[Constraint | None, str | None]:
     """What it becomes behind the validator, and the name that errors speak of."""
-    fields, name = constraint_of(read_fields(body, FIELDS))
+    fields, name = constraint_of(Body(BODY.fields).read_fields(body))
     constraint = check_sampling(common_pb2.SamplingParams(**fields), 100).constraint
     return constraint, None if constraint is None else name
 
