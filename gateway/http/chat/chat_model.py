@@ -84,11 +84,8 @@ async def prepare(request: web.Request, found: Mapping[str, Any]) -> Prepared:
     messages, tools = found["messages"], found.get("tools", [])
     choice, ending = chosen(tools, found.get("tool_choice")), ending_of(found)
     if model.template is None:
-        raise InvalidRequest(
-            "this model has no chat template: use /v1/completions",
-            "messages",
-            "unsupported_parameter",
-        )
+        message = "this model has no chat template: use /v1/completions"
+        raise InvalidRequest(message, "messages", "unsupported_parameter")
     if choice.is_offered and model.tool_format is None:
         raise InvalidRequest(
             "this model's chat template knows no tools", "tools", "unsupported_parameter"
@@ -151,11 +148,8 @@ def constraint_behind(
     """The constraint on the whole output, its reasoning included, and the client's field for it."""
     constraint, constrained_by = constraint_of(found, prepared.grammar)
     if constraint and prepared.tool_format and not prepared.grammar:
-        raise InvalidRequest(
-            "an output of this shape cannot call tools: set tool_choice to none",
-            constrained_by,
-            "unsupported_parameter",
-        )
+        message = "an output of this shape cannot call tools: set tool_choice to none"
+        raise InvalidRequest(message, constrained_by, "unsupported_parameter")
     budget = found.get("thinking_token_budget")
     if prepared.start is Start.CLOSED or not (constraint or budget is not None):
         return constraint, constrained_by

@@ -149,11 +149,8 @@ def _tools(value: Any, name: str) -> Any:
         if not isinstance(tool, dict):
             raise invalid(f"{name}[{i}]", "an object")
         if tool.get("type") not in (None, "custom"):
-            raise InvalidRequest(
-                f"{name}[{i}]: tools that a server runs are not here, clients' own alone",
-                f"{name}[{i}]",
-                "unsupported_parameter",
-            )
+            message = f"{name}[{i}]: tools that a server runs are not here, clients' own alone"
+            raise InvalidRequest(message, f"{name}[{i}]", "unsupported_parameter")
         if not isinstance(tool.get("input_schema"), dict):
             raise invalid(f"{name}[{i}].input_schema", "a JSON schema")
         function = {key: tool.get(key) for key in ("name", "description", "strict")}

@@ -140,11 +140,8 @@ def _functions(
             called = _called(namespace, tool.get("name"), where)
             yield {**{k: v for k, v in tool.items() if k != "type"}, "name": called}, where
         else:
-            raise InvalidRequest(
-                f"{where}: only functions are called here, not {kind[:32]!r}",
-                where,
-                "unsupported_parameter",
-            )
+            message = f"{where}: only functions are called here, not {kind[:32]!r}"
+            raise InvalidRequest(message, where, "unsupported_parameter")
 
 
 def _called(namespace: Any, function: Any, name: str) -> Any:

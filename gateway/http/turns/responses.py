@@ -66,11 +66,8 @@ async def kept_response(request: web.Request) -> web.Response:
     """A stored response, as it was sent."""
     for name in ("stream", "starting_after"):
         if request.query.get(name, "false") not in ("false", "0"):
-            raise InvalidRequest(
-                f"{name} is not supported: a response that is kept is complete",
-                name,
-                "unsupported_parameter",
-            )
+            message = f"{name} is not supported: a response that is kept is complete"
+            raise InvalidRequest(message, name, "unsupported_parameter")
     with renaming(_ID_IN_PATH):
         body = request.app[RESPONSE_STORE].body(*_kept(request))
     return web.Response(body=body, content_type="application/json")
