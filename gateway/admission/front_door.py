@@ -218,12 +218,10 @@ class FrontDoor:
             async with asyncio.timeout(allowed_s) as patience:
                 # A write to a stuck client never ends: it is abandoned after a failure, and after
                 # the deadline, which ended sessions no longer watch.
-                call = RunningCall(
-                    record,
-                    self.feed.chunk_delivered,
-                    on_fail=lambda: patience.reschedule(loop.time() + _LAST_WRITE_S),
-                    ends=self._ends,
-                )
+                def hurry() -> None:
+                    patience.reschedule(loop.time() + _LAST_WRITE_S)
+
+                call = RunningCall(record, self.feed.chunk_delivered, hurry, self._ends)
                 sessions = sessions_of(
                     record.request,
                     self.model.tokenizer,

@@ -11,20 +11,19 @@ matches that end at the same character the longest. So the result does not depen
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 
+@dataclass(slots=True)
 class StopSearch:
     """The search of one request's text, token by token, up to the first match. The text of the
-    first `min_tokens` tokens is not searched; `includes_stop`: the stop string that is found is
-    shown."""
+    next `_num_unsearched` tokens is not searched; `_includes_stop`: the stop string that is found
+    is shown."""
 
-    def __init__(
-        self, stops: Sequence[str], min_tokens: int = 0, includes_stop: bool = False
-    ) -> None:
-        self._stops = stops
-        self._num_unsearched = min_tokens
-        self._includes_stop = includes_stop
-        self._held = ""
+    _stops: Sequence[str]
+    _num_unsearched: int = 0
+    _includes_stop: bool = False
+    _held: str = ""
 
     def feed(self, texts: Iterable[str]) -> tuple[str, int, str | None]:
         """Take the texts of the next tokens, up to the one that completes a stop string. Returns
