@@ -212,14 +212,13 @@ class FrontDoor:
         self, record: CallRecord, router: PromptRouter, deadline_s: float
     ) -> AsyncIterator[RunningCall]:
         """Run the sessions of a valid call, and keep its record."""
-        loop = asyncio.get_running_loop()
         try:
             allowed_s = deadline_s - self._clock.monotonic_s() + _LAST_WRITE_S
             async with asyncio.timeout(allowed_s) as patience:
                 # A write to a stuck client never ends: it is abandoned after a failure, and after
                 # the deadline, which ended sessions no longer watch.
                 def hurry() -> None:
-                    patience.reschedule(loop.time() + _LAST_WRITE_S)
+                    patience.reschedule(asyncio.get_running_loop().time() + _LAST_WRITE_S)
 
                 call = RunningCall(record, self.feed.chunk_delivered, hurry, self._ends)
                 sessions = sessions_of(
