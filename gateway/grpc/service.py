@@ -43,16 +43,23 @@ async def abort(context: Context, error: BatonError) -> None:
     await context.abort(status, error.message, tuple(metadata))
 
 
-def caller_of(context: Context, keys: AcceptedKeys | None, door: FrontDoor) -> Caller:
-    """The caller, by its API key. Raises Unauthenticated."""
-    if keys is None:
-        return anyone("grpc", context.peer())
-    metadata = context.invocation_metadata() or ()
-    try:
-        return keys.caller([v for k, v in metadata if k == "authorization"], "grpc")
-    except Unauthenticated as error:
-        door.feed.call_refused(anyone("grpc"), error)
-        raise
+@dataclass(eq=False)
+class GrpcFront:
+    """What every service here has."""
+
+    _door: FrontDoor
+    _keys: AcceptedKeys | None  # None: no API key is required
+
+    def _caller(self, context: Context) -> Caller:
+        """The caller, by its API key. Raises Unauthenticated."""
+        if self._keys is None:
+            return anyone("grpc", context.peer())
+        metadata = context.invocation_metadata() or ()
+        try:
+            return self._keys.caller([v for k, v in metadata if k == "authorization"], "grpc")
+        except Unauthenticated as error:
+            self._door.feed.call_refused(anyone("grpc"), error)
+            raise
 
 
 def call_options(context: Context) -> dict[str, Any]:
@@ -120,12 +127,8 @@ def with_typed_errors(handler: Any) -> Any:
     return make(answer, parse_or_none, handler.response_serializer)
 
 
-@dataclass(eq=False)
-class GenerateService(inference_pb2_grpc.InferenceServicer):
+class GenerateService(GrpcFront, inference_pb2_grpc.InferenceServicer):
     """baton.v1.Inference's Generate; unary_methods.py has its other methods."""
-
-    _door: FrontDoor
-    _keys: AcceptedKeys | None  # None: no API key is required
 
     async def Generate(self, wire: inference_pb2.GenerateRequest, context: Context) -> None:
         await self._door.arrivals.take()
@@ -135,9 +138,6 @@ class GenerateService(inference_pb2_grpc.InferenceServicer):
                 if chunk.result is not None:
                     send_node_names(context, chunk.result)
                 await context.write(chunk_to_wire(generation.record.call_id, chunk))
-
-    def _caller(self, context: Context) -> Caller:
-        return caller_of(context, self._keys, self._door)
 
 
 def chunk_to_wire(request_id: str, chunk: OutputChunk) -> inference_pb2.GenerateChunk:

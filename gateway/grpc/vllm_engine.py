@@ -27,8 +27,8 @@ from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
 from ..engines.prompt_router import why_not_ready
 from ..security.accepted_keys import AcceptedKeys
-from ..security.caller import INFER, METRICS, Caller
-from .service import Context, call_options, caller_of, send_node_names
+from ..security.caller import INFER, METRICS
+from .service import Context, GrpcFront, call_options, send_node_names
 from .vllm_wire import Answer, request_from_vllm
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
@@ -42,12 +42,11 @@ _ZIP_CHUNK_BYTES = 256 << 10
 add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
 
 
-class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
+class VllmEngineService(GrpcFront, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
     """The service; the whole deployment is one engine."""
 
     def __init__(self, door: FrontDoor, keys: AcceptedKeys | None, table: EngineTable) -> None:
-        self._door = door
-        self._keys = keys
+        super().__init__(door, keys)
         self._table = table
         self._config = read_json(door.model.model_dir / "config.json")
         self._started_s = time.monotonic()
@@ -130,9 +129,6 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Baton has no such method")
 
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _unimplemented
-
-    def _caller(self, context: Context) -> Caller:
-        return caller_of(context, self._keys, self._door)
 
     def _check_may_use_model(self, context: Context) -> None:
         """Raises Unauthenticated, PermissionDenied, ModelNotFound."""
