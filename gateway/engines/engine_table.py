@@ -14,7 +14,7 @@ from ...prefix_index.mirror import PrefixMirror
 from ...prefix_index.prefix_sources import NOTHING, CachedPrefix, Fetch, Holders
 from ..request.engine_link import Avoid
 from ..request.suspects import Suspects
-from ..validation.validation import ModelLimits
+from ..validation.served_model import ModelLimits
 from .linked_engine import LinkedEngine
 from .plan_record import PlanRecord
 from .prompts_in_flight import PromptsInFlight

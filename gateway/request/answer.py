@@ -93,15 +93,15 @@ class Answer:
     def add(self, tokens: list[OutputToken]) -> OutputChunk:
         """Add the next tokens. Returns the chunk for `send` or `finish`: up to the end of the first
         stop string, if there is one."""
-        piece = self.text.feed([token_id for token_id, _ in tokens])
-        shown, index = tokens[: piece.num_tokens], len(self.output_ids)
+        text, num_tokens, stop = self.text.feed([token_id for token_id, _ in tokens])
+        shown, index = tokens[:num_tokens], len(self.output_ids)
         token_ids = tuple([token_id for token_id, _ in shown])
         self.output_ids += token_ids
         logprobs = tuple([logprobs for _, logprobs in shown if logprobs is not None])
-        chunk = OutputChunk(piece.text, token_ids, index, None, self.sample_index, logprobs)
+        chunk = OutputChunk(text, token_ids, index, None, self.sample_index, logprobs)
         if self.prompt_scores is not None and shown and not index:
             chunk.prompt_logprobs = self.prompt_scores.all()
-        self.matched_stop = piece.matched_stop
+        self.matched_stop = stop
         return chunk
 
     def send(self, chunk: OutputChunk) -> bool:

@@ -129,7 +129,7 @@ class Session:
             or (moves is not None and moves.now is not None)
             or (self.setbacks is not None and self.setbacks.is_suspect)
             or not answer.output_ids
-            or answer.text.is_searched
+            or answer.text.search is not None
             or not attempt.takes_next(incarnation, attempt_number, index)
         ):
             return False

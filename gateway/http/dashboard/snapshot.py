@@ -49,33 +49,29 @@ class View:
     of_hour: bool = False
 
 
+@dataclass(eq=False)
 class SnapshotFeed:
-    """`run` ticks until cancelled; `about` describes the gateway itself, `scope` the gateways whose
-    calls the window includes (`WindowShare.scope`).
+    """`run` ticks until cancelled; `_about` describes the gateway itself, `_scope` the gateways
+    whose calls the window includes (`WindowShare.scope`).
 
     `targets`: the gateway's own, for viewers who set none. `num_viewers`: following now.
     """
 
-    def __init__(
-        self,
-        window: TelemetryWindow,
-        roster: EngineRoster,
-        about: Callable[[], dict[str, Any]],
-        targets: SloTargets,
-        clock: Clock,
-        scope: Callable[[], dict[str, Any]],
-    ) -> None:
-        self.targets = targets
-        self.num_viewers = 0
-        self._window = window
-        self._roster = roster
-        self._about = about
-        self._scope = scope
-        self._clock = clock
-        self._number = 0
-        self._previous_unix_s, self._now_unix_s = 0.0, self._window.now_unix_s
-        self._made: dict[tuple[View, bool], bytes] = {}
-        self._ticked = asyncio.Event()
+    _window: TelemetryWindow
+    _roster: EngineRoster
+    _about: Callable[[], dict[str, Any]]
+    targets: SloTargets
+    _clock: Clock
+    _scope: Callable[[], dict[str, Any]]
+    num_viewers: int = 0
+    _number: int = 0
+    _previous_unix_s: float = 0.0
+    _now_unix_s: float = field(init=False)
+    _made: dict[tuple[View, bool], bytes] = field(default_factory=dict)
+    _ticked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._now_unix_s = self._window.now_unix_s
 
     async def run(self) -> None:
         """Tick once a second, even without viewers: the roster must not miss any engine."""
@@ -128,7 +124,7 @@ class SnapshotFeed:
         snapshot["series"] = {name: _drawn(column) for name, column in series.items()}
         snapshot["recent"] = snapshot["recent"][:MAX_RECENT]
         snapshot |= {"gateway": self._about(), "engines": self._roster.rows()}
-        snapshot |= {"plans": self._roster.plans(), "scope": self._scope()}
+        snapshot |= {"plans": self._roster.plans.rows(), "scope": self._scope()}
         if is_whole:
             snapshot["definitions"] = definitions()
         compact: dict[str, Any] = _compact(snapshot)
@@ -243,14 +239,14 @@ class EngineRoster:
     _members: Callable[[], Sequence[Member]]
     _is_starting: Callable[[str], bool]
     _seen: dict[str, _Seen] = field(default_factory=dict)  # by incarnation
-    _plans: PlanRates = field(init=False)
+    plans: PlanRates = field(init=False)
 
     def __post_init__(self) -> None:
-        self._plans = PlanRates(self._table.plans, self._table.mirror.clock)
+        self.plans = PlanRates(self._table.plans, self._table.mirror.clock)
 
     def look(self, now_unix_s: float) -> None:
         """Take over the state of the directory, the links and the chosen plans."""
-        self._plans.look()
+        self.plans.look()
         present = {member.incarnation: member for member in self._members()}
         for incarnation, member in present.items():
             self._seen.setdefault(incarnation, _Seen(member, "", now_unix_s))
@@ -275,10 +271,6 @@ class EngineRoster:
             key=lambda seen: (seen.member.role.value != "prefill", seen.member.name),
         )
         return [self._row(seen) for seen in order]
-
-    def plans(self) -> list[dict[str, Any]]:
-        """The rates and the estimated times of the plans chosen lately."""
-        return self._plans.rows()
 
     def _state(self, incarnation: str) -> str:
         engine = self._table.engines.get(incarnation)

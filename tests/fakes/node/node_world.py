@@ -92,7 +92,7 @@ class Received:
         for index, logprobs in enumerate(output.prompt_logprobs, start=output.first_prompt_index):
             assert index not in self.prompt_logprobs, "told twice"
             self.prompt_logprobs[index] = logprobs.logprob
-        self.finish_reason = codec.finish_from_wire(output.finish_reason)
+        self.finish_reason = codec.FINISH_FROM_WIRE.get(output.finish_reason)
         self.error = output.error.code if output.HasField("error") else None
         self.events += [stamp.event for stamp in output.events]
         if output.HasField("cached_tokens"):
