@@ -28,16 +28,14 @@ from ...core.errors import (
     Overloaded,
     Unavailable,
 )
-from ...core.ports import Clock, Entropy
+from ...core.ports import Entropy
 from ...core.request.request import FinishReason
 from ...core.request.timeline import Event
-from ..text.text_stream import TextStream
-from ..validation.validation import ValidatedRequest
 from .answer import Answer
 from .attempt import Attempt
 from .engine_link import Avoid, Blocked, Demand, EngineOutput, MustWait, Route, Router
 from .move import Moves
-from .output_chunk import ChunkSink, OutputChunk, OutputToken
+from .output_chunk import OutputChunk, OutputToken
 from .setbacks import SessionLimits, Setbacks, setbacks_of
 from .suspects import Suspects
 
@@ -60,29 +58,22 @@ class Session:
 
     def __init__(
         self,
-        request_id: str,
-        request: ValidatedRequest,
-        text: TextStream,
-        sink: ChunkSink,
-        *,
-        arrived_unix_ns: int,
-        deadline_s: float,
+        answer: Answer,
         router: Router,
-        clock: Clock,
         entropy: Entropy,
         limits: SessionLimits,
+        *,
+        deadline_s: float,
         suspects: Suspects | None = None,
-        sample_index: int = 0,
         siblings: Sequence[Session] = (),
     ) -> None:
-        self.answer = Answer(request_id, request, text, sink, arrived_unix_ns, clock, sample_index)
-        self.request = request
-        self.request_id = self.call_id = request_id  # the client knows all samples by one
-        self.clock = clock
+        self.answer = answer
+        self.request, self.clock = answer.request, answer.clock
+        self.request_id = self.call_id = answer.request_id  # the client knows all samples by one
         self.limits = limits
         self.suspects = suspects or Suspects()
         self.blocked: Blocked | None = None
-        self.queue_until_s = clock.monotonic_s() + limits.max_queue_s
+        self.queue_until_s = self.clock.monotonic_s() + limits.max_queue_s
         self.attempt: Attempt | None = None
         self.last_attempt: Attempt | None = None
         self.moves: Moves | None = None

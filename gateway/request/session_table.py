@@ -20,6 +20,7 @@ from ..text.no_tokenizer import NoTokenizer
 from ..text.text_stream import TextStream
 from ..text.tokenizer import Tokenizer
 from ..validation.validation import ValidatedRequest
+from .answer import Answer
 from .best_of import best_of
 from .dispatch_queue import DispatchQueue
 from .engine_link import EngineOutput, PlainToken
@@ -222,7 +223,10 @@ def sessions_of(
     request: ValidatedRequest,
     tokenizer: Tokenizer | NoTokenizer,
     sink: ChunkSink,
+    clock: Clock,
     entropy: Entropy,
+    *,
+    arrived_unix_ns: int,
     **for_all: Any,
 ) -> list[Session]:
     """One for each sample of a call; the first dispatches for all. `for_all`: see Session."""
@@ -241,16 +245,9 @@ def sessions_of(
             includes_stop=options.include_stop_str_in_output,
             stop_ids=sampling.stop_token_ids,
         )
-        return Session(
-            entropy.new_id(),
-            request,
-            text,
-            sink,
-            entropy=entropy,
-            sample_index=sample_index,
-            siblings=siblings,
-            **for_all,
-        )
+        of_sample = text, sink, clock, arrived_unix_ns, sample_index
+        answer = Answer(entropy.new_id(), request, *of_sample)
+        return Session(answer, entropy=entropy, siblings=siblings, **for_all)
 
     siblings = [session(index) for index in range(1, request.num_samples)]
     return [session(0, siblings), *siblings]

@@ -25,6 +25,7 @@ from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.moves import mover
 from baton.gateway.moves.choice import BROKEN, KEPT, EngineSteps, Running, choose_moves
 from baton.gateway.moves.mover import RequestMover, movable_by_engine
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Blocked, EngineOutput
 from baton.gateway.request.session import Session
 from baton.gateway.request.session_table import SessionTable
@@ -137,14 +138,9 @@ class World:
         params = SamplingParams(**{"max_tokens": 500, **sampling})  # type: ignore[arg-type]
         request = ValidatedRequest(column((1,) * 1000), params, "label")
         return Session(
-            request_id,
-            request,
-            TextStream(Letters().step, ()),
-            FakeSink(),
-            arrived_unix_ns=0,
+            Answer(request_id, request, TextStream(Letters().step, ()), FakeSink(), self.clock, 0),
             deadline_s=1e3,
             router=PromptRouter(self.table, request),
-            clock=self.clock,
             entropy=FakeEntropy(),
             limits=SessionLimits(max_queue_s=max_queue_s),
         )

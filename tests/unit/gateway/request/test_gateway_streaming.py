@@ -14,6 +14,7 @@ from baton.core.errors import BatonError, Cancelled, Overloaded
 from baton.core.ports import SystemClock
 from baton.core.request.request import FinishReason
 from baton.core.request.sampling_params import SamplingParams
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import EngineOutput
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.request.session import Session
@@ -140,14 +141,16 @@ def session(
     clock = SystemClock()
     prefill, decode = map(FakeLink, engines)
     return Session(
-        name,
-        ValidatedRequest((1,), SamplingParams(max_tokens=max_tokens), "label"),
-        text,
-        sink,
-        arrived_unix_ns=0,
+        Answer(
+            name,
+            ValidatedRequest((1,), SamplingParams(max_tokens=max_tokens), "label"),
+            text,
+            sink,
+            clock,
+            0,
+        ),
         deadline_s=clock.monotonic_s() + deadline_s,
         router=FakeRouter([prefill], [decode]),
-        clock=clock,
         entropy=FakeEntropy(),
         limits=SessionLimits(),
     )
