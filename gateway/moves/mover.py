@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
 from ...core.membership import Role
@@ -27,7 +27,7 @@ from ..engines.engine_account import EngineAccount
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
 from ..request.engine_link import Avoid, Route
-from ..request.move import begin_move, movable_from
+from ..request.move import Moves
 from ..request.session import Session
 from ..request.session_table import SessionTable
 from ..request.setbacks import setbacks_of
@@ -151,6 +151,29 @@ def movable_by_engine(sessions: Iterable[Session], now_s: float) -> dict[str, li
         if (incarnation := movable_from(session, now_s)) is not None:
             found.setdefault(incarnation, []).append(session)
     return found
+
+
+def movable_from(session: Session, now_s: float) -> str | None:
+    """The engine that the request decodes on, if it may be moved from there now: the engine goes on
+    by itself, and nothing is in doubt."""
+    attempt, moves, setbacks = session.attempt, session.moves, session.setbacks
+    if attempt is None or not attempt.is_handed_over or attempt.finish_reason or attempt.doubt:
+        return None
+    is_suspect = setbacks is not None and setbacks.is_suspect
+    may_move = session.is_alone and session.num_outputs and not is_suspect
+    is_time = moves is None or moves.may_begin(now_s)
+    return attempt.pair[1] if may_move and is_time else None
+
+
+def begin_move(
+    session: Session, route: Route, now_s: float, on_over: Callable[[str], None]
+) -> None:
+    """Begin to move it to another engine of its model; requires that it is `movable_from` one."""
+    assert session.attempt is not None
+    assert route.decode.fingerprint == session.attempt.route.decode.fingerprint
+    if session.moves is None:
+        session.moves = Moves(session)
+    session.moves.begin(route, session.attempt, now_s, on_over)
 
 
 def _beside_decodes_since_s(session: Session) -> float | None:

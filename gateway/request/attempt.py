@@ -79,11 +79,6 @@ class Attempt:
         return attempt == self.number and incarnation in self.pair
 
     @property
-    def is_decoding(self) -> bool:
-        """Whether the decode engine, or the one, goes on by itself; nothing is in doubt."""
-        return self.is_handed_over and self.finish_reason is None and self.doubt is None
-
-    @property
     def is_complete(self) -> bool:
         """The last position is known and all tokens up to it were passed on."""
         return self.next_index >= self._end and not self._answer.lacks_scores

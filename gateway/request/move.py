@@ -58,13 +58,6 @@ class MovingSession(Protocol):
 
     answer: Answer
     attempt: Attempt | None
-    moves: Moves | None
-
-    @property
-    def is_alone(self) -> bool: ...
-
-    @property
-    def is_suspect(self) -> bool: ...
 
     def dispatch_beside(self, route: Route) -> Attempt:
         """Start another attempt beside the current one, behind the tokens so far."""
@@ -77,27 +70,6 @@ class MovingSession(Protocol):
     def fail_attempt(self, attempt: Attempt, error: BatonError) -> None: ...
 
     def engine_output(self, incarnation: str, output: EngineOutput) -> None: ...
-
-
-def movable_from(session: MovingSession, now_s: float) -> str | None:
-    """The engine that the request decodes on, if it may be moved from there now."""
-    attempt = session.attempt
-    may_move = session.is_alone and session.answer.output_ids and not session.is_suspect
-    if attempt is None or not attempt.is_decoding or not may_move:
-        return None
-    is_time = session.moves is None or session.moves.may_begin(now_s)
-    return attempt.pair[1] if is_time else None
-
-
-def begin_move(
-    session: MovingSession, route: Route, now_s: float, on_over: Callable[[str], None]
-) -> None:
-    """Begin to move it to another engine of its model; requires that it is `movable_from` one."""
-    assert session.attempt is not None
-    assert route.decode.fingerprint == session.attempt.route.decode.fingerprint
-    if session.moves is None:
-        session.moves = Moves(session)
-    session.moves.begin(route, session.attempt, now_s, on_over)
 
 
 class Moves:

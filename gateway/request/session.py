@@ -289,11 +289,6 @@ class Session:
         setbacks_of(self).fail_attempt(attempt, error)
 
     @property
-    def is_suspect(self) -> bool:
-        """Whether an engine died under it, perhaps because of it."""
-        return self.setbacks is not None and self.setbacks.is_suspect
-
-    @property
     def is_alone(self) -> bool:
         """Whether it is the only sample: several share blocks and stay together."""
         return not self._siblings and not self.answer.sample_index

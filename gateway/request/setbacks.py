@@ -27,7 +27,7 @@ from ...core.request.request import FinishReason
 from .answer import Answer
 from .attempt import Attempt
 from .engine_link import Avoid, Blocked, EngineLink
-from .move import MovingSession
+from .move import Moves, MovingSession
 from .output_chunk import OutputChunk, UnfinishedRun
 from .suspects import LATE_S, Suspects, Suspicion
 
@@ -61,6 +61,7 @@ class FailingSession(MovingSession, Protocol):
     limits: SessionLimits
     suspects: Suspects
     clock: Clock
+    moves: Moves | None
     last_attempt: Attempt | None
     num_taken: int
     queue_until_s: float

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from baton.core.errors import EngineFailed, PromiseRefused
 from baton.core.request.request import FinishReason, TokenLogprobs
 from baton.core.request.sampling_params import SamplingParams
+from baton.gateway.moves.mover import begin_move, movable_from
 from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import EngineOutput, Route
 from baton.gateway.request.move import (
@@ -23,8 +24,6 @@ from baton.gateway.request.move import (
     LIMIT_S,
     MOST_BEHIND,
     MOVE_EVERY_S,
-    begin_move,
-    movable_from,
 )
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits, engine_lost

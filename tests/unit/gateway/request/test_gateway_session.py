@@ -142,9 +142,9 @@ def test_a_suspect_whose_first_token_waits_is_past_the_prefill() -> None:
     rig = holding()
     rig.lose("p1", has_died=True)
     rig.session.try_dispatch()
-    assert rig.session.is_suspect
+    assert rig.session.setbacks and rig.session.setbacks.is_suspect
     rig.send("p2", 0, "a", attempt=1)
-    assert not rig.session.is_suspect
+    assert not rig.session.setbacks.is_suspect
     rig.lose("d1", has_died=True)
     rig.session.try_dispatch()
     rig.send("p2", 0, "a", attempt=2)
