@@ -79,14 +79,12 @@ class EngineTable:
                     found[name] = fetch
         return found
 
-    def borrowed_costs(self) -> Mapping[str, StepCost]:
-        """`step_costs`, or nothing where every engine has measured its own."""
-        is_measured = all(engine.is_measured for engine in self.engines.values())
-        return {} if is_measured else self.step_costs()
-
     def step_costs(self) -> Mapping[str, StepCost]:
-        """By fingerprint, the step cost that was measured on the largest steps."""
+        """By fingerprint, the step cost that was measured on the largest steps, for engines that
+        have not measured their own; nothing if all have."""
         found: dict[str, StepCost] = {}
+        if all(engine.is_measured for engine in self.engines.values()):
+            return found
         for engine in self.engines.values():
             cost = engine.load.step_cost
             best = found.get(engine.fingerprint)

@@ -89,24 +89,21 @@ class PromptRouter:
         """The states of the engines that can serve the request up to its last token."""
         table, request = self.table, self.request
         total_tokens = demand.num_tokens + demand.max_output_tokens
-        adapter, is_constrained = request.adapter_digest, request.sampling.constraint is not None
-        costs, fetches = table.borrowed_costs(), table.fetches(demand.num_tokens, cached, avoid)
+        costs, fetches = table.step_costs(), table.fetches(demand.num_tokens, cached, avoid)
         in_flight_tokens = max((prefix.in_flight_tokens for prefix in cached.values()), default=0)
+        of_request = demand, request.caller_id, request.adapter_digest, in_flight_tokens
         return [
             state_of(
                 engine,
-                demand,
-                request.caller_id,
-                cached.get(name, NOTHING),
-                costs.get(engine.fingerprint) if costs else None,
-                fetches.get(name),
-                in_flight_tokens,
-                adapter,
+                *of_request,
+                cached=cached.get(name, NOTHING),
+                fetch=fetches.get(name),
+                others_cost=costs.get(engine.fingerprint),
             )
             for name, engine in table.engines.items()
             if engine.member.max_model_len >= total_tokens
-            and (engine.member.can_constrain or not is_constrained)
-            and (engine.max_loras or not adapter)
+            and (engine.member.can_constrain or request.sampling.constraint is None)
+            and (engine.max_loras or request.adapter is None)
         ]
 
     def _plan(
