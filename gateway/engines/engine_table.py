@@ -42,7 +42,7 @@ class EngineTable:
         """Add an engine whose first heartbeat has come."""
         engine.account.released, engine.account.prompts = self.released, self.prompts
         self.engines[engine.incarnation] = engine
-        num_blocks = engine.member.num_blocks + engine.num_host_blocks
+        num_blocks = engine.member.num_blocks + engine.welcome.num_host_blocks
         self.mirror.add(engine.incarnation, num_blocks)
 
     def remove(self, incarnation: str) -> None:
@@ -70,9 +70,13 @@ class EngineTable:
         holders = {kind: Holders.of(tokens, rates) for kind, tokens in lendable.items()}
         found: dict[str, Fetch] = {}
         for name, engine in self.engines.items():
-            if engine.fingerprint in holders and engine.block_bytes and engine.takes_prompts:
+            if (
+                engine.fingerprint in holders
+                and engine.welcome.block_bytes
+                and engine.takes_prompts
+            ):
                 own = cached.get(name, NOTHING)
-                token_bytes = engine.block_bytes / engine.member.block_size
+                token_bytes = engine.welcome.block_bytes / engine.member.block_size
                 own_tokens = own.num_tokens - own.host_tokens
                 fetch = holders[engine.fingerprint].best_fetch(name, own_tokens, token_bytes)
                 if fetch is not None:

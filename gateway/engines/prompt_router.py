@@ -80,7 +80,7 @@ class PromptRouter:
         chosen = ChosenPlan(prefill is decode, at_prefill > 0, is_retry, prefix_from)
         table.plans.chosen[chosen] += 1
         table.plans.last = SampledPlan(states, num_tokens, plan)
-        holds_first = decode.own_target_s > 0
+        holds_first = decode.welcome.tbt_target_s > 0
         return Route(prefill, decode, (at_prefill, at_decode), fetch, holds_first)
 
     def _states(
@@ -103,7 +103,7 @@ class PromptRouter:
             for name, engine in table.engines.items()
             if engine.member.max_model_len >= total_tokens
             and (engine.member.can_constrain or request.sampling.constraint is None)
-            and (engine.max_loras or request.adapter is None)
+            and (engine.welcome.max_loras or request.adapter is None)
         ]
 
     def _plan(

@@ -139,7 +139,7 @@ class RequestMover:
             for puller, peer in ((target, source), (source, target))
             if (rate := puller.load.link_gbytes_per_s.get(peer.incarnation))
         }
-        token_bytes = target.block_bytes / size
+        token_bytes = target.welcome.block_bytes / size
         holders = Holders.of(cached, rates, unmeasured=None)
         return holders.best_fetch(target.incarnation, 0, token_bytes)
 
@@ -200,7 +200,7 @@ def _served(sessions: Iterable[Session], by: Collection[LinkedEngine]) -> list[S
     """The sessions that all these engines can serve: constraints, adapters, context lengths."""
     can_constrain = all(engine.member.can_constrain for engine in by)
     shortest = min((engine.member.max_model_len for engine in by), default=0)
-    has_adapters = all(engine.max_loras for engine in by)
+    has_adapters = all(engine.welcome.max_loras for engine in by)
     return [
         session
         for session in sessions
@@ -226,7 +226,7 @@ def _steps_of(
         return None
     speed = engine.account.speed
     ahead_s = engine.account.tokens_ahead * speed.token_s if speed is not None else 0.0
-    num_places = (engine.max_num_seqs or 1 << 16) - engine.account.num_requests
+    num_places = (engine.welcome.max_num_seqs or 1 << 16) - engine.account.num_requests
     is_free = load.takes_whole and not load.is_draining and ahead_s <= _MOST_AHEAD_S
     return EngineSteps(
         engine.incarnation,

@@ -176,7 +176,7 @@ class PromiseDecider:
 
     def _orders_of(self, engines: list[LinkedEngine]) -> dict[str, float | None]:
         """The orders for the ready engines of one model."""
-        own = {e.incarnation: e.own_target_s for e in engines if e.own_target_s > 0}
+        own = {e.incarnation: e.welcome.tbt_target_s for e in engines if e.welcome.tbt_target_s > 0}
         found: dict[str, float | None] = {}
         movable: list[EnginePromise] = []
         num_others = 0
@@ -212,7 +212,7 @@ class PromiseDecider:
         names = {engine.incarnation for engine in movable}
         movers = [e for e in engines if e.incarnation in names]
         chunk = max((e.load.step_tokens for e in movers), default=0)
-        target_s = min(engine.own_target_s for engine in movers)
+        target_s = min(engine.welcome.tbt_target_s for engine in movers)
         target = Target(target_s, self.ttft_s, chunk or _STEP_TOKENS)
         wanted = choose_num_pure(cost, mix, target, len(movable), num_others, now)
         return wanted if self._is_confirmed(engines[0].fingerprint, wanted - now) else now

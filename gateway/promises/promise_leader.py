@@ -57,7 +57,7 @@ class PromiseLeader:
         """Look once, and send the orders if this gateway holds the lease."""
         self._decider.look()
         engines = self._decider.table.engines
-        if not any(engine.own_target_s for engine in engines.values()):
+        if not any(engine.welcome.tbt_target_s for engine in engines.values()):
             return  # no engine can promise anything
         epoch = await self._lease.take(self._decider.least_epoch(self._name))
         if self._is_leading != (epoch is not None):

@@ -28,6 +28,7 @@ from baton.prefix_index.prefix_sources import (
     Fetch,
     Holders,
 )
+from baton.proto.v1 import node_pb2
 
 P, Q, D = "aa" * 16, "bb" * 16, "dd" * 16
 TOKEN_BYTES = 1e6
@@ -97,7 +98,8 @@ class World:
                 rates = {P: gbytes_per_s, Q: gbytes_per_s}
                 load = replace(LOAD, links=frozenset(rates), link_gbytes_per_s=rates)
             link = self.links[name] = FakeLink(name)
-            self.table.add(LinkedEngine(member, link, load, FakeClock(), block_bytes=block_bytes))
+            welcome = node_pb2.Welcome(block_bytes=block_bytes)
+            self.table.add(LinkedEngine(member, link, load, welcome, FakeClock()))
 
     def route(
         self, cached: dict[str, int], num_tokens: int = 4001, *, can_lend: bool = True

@@ -33,6 +33,7 @@ from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.prefix_index.mirror import PrefixMirror
+from baton.proto.v1 import node_pb2
 
 COST = StepCost(0.005, (0.0,) * 10, 0.0, 1e-8, max_rows=8192)  # 5 ms, and 10 ms a million keys
 PROMISE_S = 0.015
@@ -122,9 +123,8 @@ class World:
 
     def _add(self, member: Member, link: FakeLink) -> LinkedEngine:
         load = ReportedLoad(0, 0, 0, 0, 0, False, frozenset())
-        engine = LinkedEngine(
-            member, link, load, clock=self.clock, max_num_seqs=64, block_bytes=2048
-        )
+        welcome = node_pb2.Welcome(max_num_seqs=64, block_bytes=2048)
+        engine = LinkedEngine(member, link, load, welcome, self.clock)
         self.table.add(engine)
         return engine
 
@@ -242,7 +242,7 @@ async def test_what_some_engine_does_not_serve_stays() -> None:
     world.mover.look()
     assert not world.links[target].dispatched
     for engine in world.table.engines.values():
-        engine.max_loras = 1
+        engine.welcome.max_loras = 1
     member = world.table.engines[target].member
     world.table.engines[target].member = replace(member, max_model_len=1499)
     world.mover.look()
@@ -373,7 +373,7 @@ async def test_a_prompt_stays_where_nobody_else_serves_it() -> None:
         (session,) = world.running
         prefill = world.add_prefill_engine()
         for name, engine in world.table.engines.items():
-            engine.max_loras = int(name != "p")
+            engine.welcome.max_loras = int(name != "p")
             engine.receive_heartbeat(replace(engine.load, links=links))
         if has_adapter:
             session.request = replace(session.request, adapter=Adapter("lora", "digest", "/x"))
