@@ -22,7 +22,7 @@ from functools import partial
 from ...core.membership import Role
 from ...core.ports import Clock
 from ...core.step_cost import StepCost
-from ...prefix_index.prefix_sources import Fetch, Holders
+from ...prefix_index.prefix_sources import Fetch
 from ..engines.engine_account import EngineAccount
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
@@ -111,7 +111,7 @@ class RequestMover:
         """Dispatch the request to the target, if that can pull KV from the source."""
         source, target = (self._table.engines[name] for name in (move.source, move.target))
         num_tokens = session.demand.num_tokens
-        fetch = self._fetch(source, target, num_tokens)
+        fetch = _fetch(source, target, num_tokens)
         if fetch is None:
             return
         until_s = self._clock.monotonic_s() + _REST_S
@@ -128,20 +128,18 @@ class RequestMover:
         alike = [e for e in self._table.engines.values() if e.fingerprint == engine.fingerprint]
         return _served(movable.get(engine.incarnation, ()), by=alike)
 
-    @staticmethod
-    def _fetch(source: LinkedEngine, target: LinkedEngine, num_tokens: int) -> Fetch | None:
-        """A fetch of all full blocks of the request: KV exists for all tokens but the last. None
-        where the two have no measured link: a streaming request does not wait for a new one."""
-        size = source.member.block_size
-        cached = {source.incarnation: (num_tokens - 1) // size * size}
-        rates = {
-            puller.incarnation: {peer.incarnation: rate}
-            for puller, peer in ((target, source), (source, target))
-            if (rate := puller.load.link_gbytes_per_s.get(peer.incarnation))
-        }
-        token_bytes = target.welcome.block_bytes / size
-        holders = Holders.of(cached, rates, unmeasured=None)
-        return holders.best_fetch(target.incarnation, 0, token_bytes)
+
+def _fetch(source: LinkedEngine, target: LinkedEngine, num_tokens: int) -> Fetch | None:
+    """A fetch of all full blocks of the request: KV exists for all tokens but the last. None where
+    the two have no measured link: a streaming request does not wait for a new one."""
+    there, back = target.load.link_gbytes_per_s, source.load.link_gbytes_per_s
+    rate = there.get(source.incarnation) or back.get(target.incarnation)
+    size = source.member.block_size
+    num_blocks = (num_tokens - 1) // size
+    if not rate or not num_blocks:
+        return None
+    num_bytes = num_blocks * target.welcome.block_bytes
+    return Fetch.over(rate, source.incarnation, num_blocks * size, num_bytes)
 
 
 def movable_by_engine(sessions: Iterable[Session], now_s: float) -> dict[str, list[Session]]:

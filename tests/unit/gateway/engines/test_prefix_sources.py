@@ -63,8 +63,6 @@ def test_nothing_is_fetched_that_is_here_or_unreachable() -> None:
     rates = {P: {D: 10.0}}
     assert fetch({D: 160, P: 160}, rates, own=160) is None
     assert fetch({P: 160}, rates) is None, "from itself"
-    no_links = Holders.of({D: 160}, {}, unmeasured=None)
-    assert no_links.best_fetch(P, 0, TOKEN_BYTES) is None, "no link was ever measured"
     most = fetch({D: 320, Q: 160}, rates)
     assert most is not None and most.source == D
 
