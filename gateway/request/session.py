@@ -93,7 +93,7 @@ class Session:
     def engine_output(self, incarnation: str, output: EngineOutput) -> None:
         """Take an output of an engine; one of another attempt is dropped."""
         moves = self.moves
-        if moves is not None and moves.take(incarnation, output, self.clock.monotonic_s()):
+        if moves is not None and moves.take(incarnation, output):
             return
         attempt = self.attempt
         if attempt is None or not attempt.expects(incarnation, output.attempt):
@@ -103,7 +103,7 @@ class Session:
             setbacks_of(self).engine_failed(attempt, incarnation, output.error)
             return
         try:
-            tokens = attempt.add(output, now_s=self.clock.monotonic_s())
+            tokens = attempt.add(output)
         except EngineFailed as error:
             setbacks_of(self).fail_attempt(attempt, error, blamed=incarnation)
         else:
@@ -152,11 +152,6 @@ class Session:
         return len(self.answer.output_ids)
 
     @property
-    def was_dispatched(self) -> bool:
-        """Whether it was ever sent to an engine: its caller was charged for it."""
-        return self._num_attempts > 0
-
-    @property
     def is_retry(self) -> bool:
         """Whether an engine has taken it before, or it has tokens."""
         return self.num_taken > 0 or bool(self.answer.output_ids)
@@ -198,8 +193,7 @@ class Session:
         self.fail_attempt(self.attempt, self.attempt.doubt)
 
     def _give_up_waiting(self) -> None:
-        waited_s = self.limits.max_queue_s
-        self.end_badly(Overloaded(f"no place became free in {waited_s:g} s"))
+        self.end_badly(Overloaded(f"no place became free in {self.limits.max_queue_s:g} s"))
 
     def try_dispatch(self) -> None:
         """Find engines and dispatch, or go on waiting. Does nothing unless it waits."""
@@ -220,12 +214,7 @@ class Session:
         # An engine may send it back a few times, unless one has taken it before.
         num_refusals = 0 if self.setbacks is None else self.setbacks.num_refusals
         may_refuse = self.num_taken == 1 and not self._siblings and num_refusals < _MAX_REFUSALS
-        attempt.send(
-            self._entropy,
-            self._deadline_s - self.clock.monotonic_s(),
-            fork_ids,
-            may_refuse=may_refuse,
-        )
+        attempt.send(self._entropy, self._deadline_s, fork_ids, may_refuse=may_refuse)
 
     def _find_engines(self) -> Route | None:
         """None: not now. Raises what ends the request: no engine came in time, or its call has
@@ -275,14 +264,13 @@ class Session:
     def dispatch_beside(self, route: Route) -> Attempt:
         """See MovingSession."""
         attempt = self._new_attempt(route)
-        remaining_s = self._deadline_s - self.clock.monotonic_s()
-        attempt.send(self._entropy, remaining_s, may_refuse=True)
+        attempt.send(self._entropy, self._deadline_s, may_refuse=True)
         return attempt
 
     def _new_attempt(self, route: Route) -> Attempt:
         """The next one, which starts behind the tokens so far."""
         self._num_attempts += 1
-        return Attempt(self._num_attempts - 1, route, self.answer, self.clock.monotonic_s())
+        return Attempt(self._num_attempts - 1, route, self.answer)
 
     def fail_attempt(self, attempt: Attempt, error: BatonError) -> None:
         """See MovingSession."""

@@ -217,20 +217,19 @@ class Setbacks:
         """Whether the attempt can go on without this engine, perhaps in doubt."""
         attempt.close(incarnation)
         prefill, decode = attempt.pair
-        now_s = self._clock.monotonic_s()
         if incarnation == prefill and not attempt.is_local:
             if not _has_first_token(attempt, self._session.answer):
                 return False
             if not attempt.is_handed_over:
                 if not error.is_retryable or decode not in attempt.holders:
                     return False
-                attempt.begin_doubt(error, now_s)
+                attempt.begin_doubt(error)
             return True
         if attempt.finish_reason is not None:
             return True
         if isinstance(error, Cancelled) and not attempt.is_handed_over:
             error = HandoffFailed("the decode node was told to stop waiting")
-            attempt.begin_doubt(error, now_s)
+            attempt.begin_doubt(error)
             return True
         return False
 

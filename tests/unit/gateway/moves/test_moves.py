@@ -270,7 +270,7 @@ async def test_a_prompt_leaves_decodes_that_leave_it_no_room() -> None:
     assert work is Work.PREFILL and request.attempt == 1 and source.cancelled == [0]
     works = [work for link in (source, other) for _, work, *_ in link.dispatched]
     assert works == [Work.LOCAL, Work.DECODE]
-    assert world.table.plans.moves == {"planned_again": 1} and session.was_dispatched
+    assert world.table.plans.moves == {"planned_again": 1} and session.last_attempt is not None
     world.clock.advance(10.0)
     world.mover.look()
     assert len(prefill.dispatched) == 1, "once"
