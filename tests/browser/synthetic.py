@@ -132,7 +132,8 @@ class SyntheticGateway:
         hashes = [BlockHash(self._random.randbytes(16)) for _ in range(num_blocks * 5 // 4)]
         in_host = set(hashes[num_blocks:])
         contents = Contents(incarnation, 1, 1, num_blocks, len(in_host), 0)
-        self.table.mirror.install(contents, set(hashes), in_host)
+        copy = self.table.mirror.copies[contents.incarnation]
+        copy.install(contents, set(hashes), in_host, self.clock.monotonic_s())
 
     def add_usual_engines(self) -> None:
         sources = [self.add_engine(f"prefill-0.{i}", Role.PREFILL) for i in range(2)]
