@@ -51,19 +51,14 @@ class EngineTable:
         self.prompts.engine_lost(incarnation)
         self.mirror.remove(incarnation)
 
-    def fetches(
-        self, num_tokens: int, cached: Mapping[str, CachedPrefix], avoid: Avoid
-    ) -> Mapping[str, Fetch]:
+    def fetches(self, cached: Mapping[str, CachedPrefix], avoid: Avoid) -> Mapping[str, Fetch]:
         """The best fetch of each engine that could get more of a prompt's full blocks from another
         one, by incarnation. `cached`: what engines have of the prompt, likewise."""
         lendable: dict[str, dict[str, int]] = {}  # tokens by fingerprint and incarnation
         for name, prefix in cached.items():
             if name not in avoid:
-                engine = self.engines[name]
-                size = engine.member.block_size
-                most = (num_tokens - 1) // size * size  # one token is always computed
-                of_kind = lendable.setdefault(engine.fingerprint, {})
-                of_kind[name] = min(prefix.lendable_tokens, most)
+                of_kind = lendable.setdefault(self.engines[name].fingerprint, {})
+                of_kind[name] = prefix.lendable_tokens
         if not lendable:
             return {}
         rates = {name: engine.load.link_gbytes_per_s for name, engine in self.engines.items()}

@@ -89,7 +89,7 @@ class PromptRouter:
         """The states of the engines that can serve the request up to its last token."""
         table, request = self.table, self.request
         total_tokens = demand.num_tokens + demand.max_output_tokens
-        costs, fetches = table.step_costs(), table.fetches(demand.num_tokens, cached, avoid)
+        costs, fetches = table.step_costs(), table.fetches(cached, avoid)
         in_flight_tokens = max((prefix.in_flight_tokens for prefix in cached.values()), default=0)
         of_request = demand, request.caller_id, request.adapter_digest, in_flight_tokens
         return [
@@ -158,9 +158,10 @@ class PromptRouter:
         if is_prefill:
             num_listed = min(num_listed, most)
         on_device = self.table.mirror.first_in_host(engine.incarnation, chain[:num_listed])
-        lendable = num_listed if on_device is None else on_device
-        in_host = num_listed - lendable if num_listed >= num_in_flight else 0
-        blocks = max(num_listed, num_in_flight), in_host, lendable, num_in_flight
+        if on_device is None:
+            on_device = num_listed
+        in_host = num_listed - on_device if num_listed >= num_in_flight else 0
+        blocks = max(num_listed, num_in_flight), in_host, min(on_device, most), num_in_flight
         return CachedPrefix(*(num_blocks * size for num_blocks in blocks))
 
     def _alike(self, fingerprint: str) -> list[LinkedEngine]:
