@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ...core.errors import BatonError
 from ...core.ports import Clock
 from ...core.request.request import FinishReason, Request
 from ...core.request.timeline import TERMINAL, Event, Stamp
@@ -86,8 +85,8 @@ class Answer:
         return self.sink.emit(OutputChunk(text, (token_id,), index, None, self.sample_index))
 
     def add(self, tokens: list[OutputToken]) -> OutputChunk:
-        """Add the next tokens. Returns the chunk for `send` or `finish`: up to the end of the first
-        stop string, if there is one."""
+        """Add the next tokens. Returns the chunk for the sink or `finish`: up to the end of the
+        first stop string, if there is one."""
         piece = self.text.feed([token_id for token_id, _ in tokens])
         shown, index = tokens[: piece.num_tokens], len(self.output_ids)
         token_ids = tuple([token_id for token_id, _ in shown])
@@ -98,10 +97,6 @@ class Answer:
             chunk.prompt_logprobs = self.prompt_scores.all()
         self.matched_stop = piece.matched_stop
         return chunk
-
-    def send(self, chunk: OutputChunk) -> bool:
-        """False: the client reads too slowly."""
-        return not chunk.token_ids or self.sink.emit(chunk)
 
     def finish(
         self,
@@ -133,7 +128,3 @@ class Answer:
             timeline=tuple(self.timeline),
         )
         self.sink.emit(chunk)
-
-    def fail(self, error: BatonError) -> None:
-        """Send an error instead of a result."""
-        self.sink.fail(error)

@@ -290,7 +290,7 @@ class Session:
             self.finish(attempt, FinishReason.STOP, chunk)
         elif attempt.is_complete and attempt.finish_reason is not None:
             self.finish(attempt, attempt.finish_reason, chunk)
-        elif not self.answer.send(chunk):
+        elif chunk.token_ids and not self.answer.sink.emit(chunk):
             self.end_badly(Overloaded(_TOO_SLOW))
 
     def finish(self, attempt: Attempt, reason: FinishReason, chunk: OutputChunk) -> None:
@@ -311,7 +311,7 @@ class Session:
         self._end(Event.CANCELLED if isinstance(error, Cancelled) else Event.FAILED)
         if attempt is not None:
             attempt.cancel()
-        self.answer.fail(error)
+        self.answer.sink.fail(error)
 
     def _end(self, event: Event) -> None:
         assert not self.is_over, "a request ends once"

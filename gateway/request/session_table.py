@@ -39,6 +39,7 @@ class SessionTable:
 
     Owns the sessions' only timers, and the limit on requests in flight. The last eighth of that
     limit is for callers with less than their share of it, so that no caller can lock out others.
+    `is_idle`: set while no request is in flight.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class SessionTable:
         self._timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
         self._num_admitted = 0
         self._admitted: Counter[int] = Counter()  # by caller
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
+        self.is_idle = asyncio.Event()
+        self.is_idle.set()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -75,7 +76,7 @@ class SessionTable:
                 )
         self._num_admitted += 1
         self._admitted[caller_id] += 1
-        self._is_idle.clear()
+        self.is_idle.clear()
 
     def leave(self, caller_id: int = 0) -> None:
         """The call of an admitted request is over."""
@@ -84,11 +85,7 @@ class SessionTable:
         if not self._admitted[caller_id]:
             del self._admitted[caller_id]
         if self._num_admitted == 0:
-            self._is_idle.set()
-
-    async def wait_idle(self) -> None:
-        """Wait until no request is in flight."""
-        await self._is_idle.wait()
+            self.is_idle.set()
 
     def start(self, session: Session) -> None:
         """Add a session; dispatch it at once if there is a place and no other session waits."""

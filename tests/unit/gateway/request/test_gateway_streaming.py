@@ -228,11 +228,11 @@ async def test_abort_by_id_and_label() -> None:
 
 async def test_admission_is_bounded() -> None:
     table = SessionTable(SystemClock(), 1)
-    await table.wait_idle()
+    await table.is_idle.wait()
     table.admit()
     with pytest.raises(Overloaded):
         table.admit()
-    waiting = asyncio.create_task(table.wait_idle())
+    waiting = asyncio.create_task(table.is_idle.wait())
     await asyncio.sleep(0)
     assert not waiting.done()
     table.leave()
