@@ -102,8 +102,8 @@ class PromptRouter:
             )
             for name, engine in table.engines.items()
             if engine.member.max_model_len >= total_tokens
-            and (engine.member.can_constrain or request.sampling.constraint is None)
-            and (engine.welcome.max_loras or request.adapter is None)
+            and (request.sampling.constraint is None or engine.member.can_constrain)
+            and (request.adapter is None or engine.welcome.max_loras)
         ]
 
     def _plan(
