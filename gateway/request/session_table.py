@@ -242,8 +242,7 @@ def sessions_of(
             includes_stop=options.include_stop_str_in_output,
             stop_ids=sampling.stop_token_ids,
         )
-        of_sample = text, sink, clock, arrived_unix_ns, sample_index
-        answer = Answer(entropy.new_id(), request, *of_sample)
+        answer = Answer(entropy.new_id(), request, text, sink, clock, arrived_unix_ns, sample_index)
         return Session(answer, entropy=entropy, siblings=siblings, **for_all)
 
     siblings = [session(index) for index in range(1, request.num_samples)]
