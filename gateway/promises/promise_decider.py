@@ -41,11 +41,11 @@ class _Rates:
     """Per second, what a group of engines computed, and the growth of their waiting prompt tokens.
     `num_prompts`: the number of prompts over the whole span."""
 
+    num_prompts: int
     prompts: float
     prompt_tokens: float
     decode_tokens: float
     waiting_tokens: float
-    num_prompts: int
 
     @property
     def mean_size(self) -> float:
@@ -128,7 +128,7 @@ class LoadMeter:
             more = [(b - a) / (ended_s - began_s) for a, b in zip(first, last, strict=True)]
             per_s = [*map(add, per_s, more)]
             num_prompts += last[0] - first[0]
-        return _Rates(*per_s, num_prompts)
+        return _Rates(num_prompts, *per_s)
 
 
 @dataclass(eq=False)
