@@ -19,7 +19,6 @@ Knows no tokens of requests: only their keys, times and sizes.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, KeysView
 from dataclasses import dataclass
@@ -36,7 +35,6 @@ Key: TypeAlias = tuple[str, int]  # request id, attempt
 
 _DECAY = 0.95  # of the mean stay, per decode that ends
 _UNKNOWN_AHEAD_TOKENS = 8192  # limit per caller at an engine whose cost is not known yet
-_STANDING = PromptSpeed(0.0, math.inf)  # of an engine whose cost is not known yet
 _AHEAD_S = 0.5  # limit per caller, in seconds beyond a step; more prompts wait in the gateway
 
 
@@ -209,14 +207,16 @@ class EngineAccount:
         load = self._load
         if not load.waiting_tokens and not self._prompts:
             return 0
-        now_s, speed = self._clock.monotonic_s(), self.speed or _STANDING
-        ahead = load.waiting_tokens + speed.tokens_like(load.waiting_pairs)
-        ahead -= speed.tokens_in(now_s - self._step_began_s)
-        own = self._num_own_tokens + speed.tokens_like(self._num_own_pairs)
-        if self._prompts:  # less what should be computed of our first one by now
-            first = next(iter(self._prompts.values()))
-            whole = first.uncached_tokens + speed.tokens_like(first.pairs)
-            own -= min(whole, speed.tokens_in(now_s - max(first.sent_s, self._begun_s)))
+        ahead, own = float(load.waiting_tokens), float(self._num_own_tokens)
+        if (speed := self.speed) is not None:
+            now_s = self._clock.monotonic_s()
+            ahead += speed.tokens_like(load.waiting_pairs)
+            ahead -= speed.tokens_in(now_s - self._step_began_s)
+            own += speed.tokens_like(self._num_own_pairs)
+            if self._prompts:  # less what should be computed of our first one by now
+                first = next(iter(self._prompts.values()))
+                whole = first.uncached_tokens + speed.tokens_like(first.pairs)
+                own -= min(whole, speed.tokens_in(now_s - max(first.sent_s, self._begun_s)))
         return max(0, int(ahead), int(own))
 
     @property
