@@ -201,11 +201,11 @@ class LocalCalls:
             call.record.request,
             self.model.tokenizer,
             call,
+            self._clock,
             self._entropy,
             arrived_unix_ns=call.record.arrived_unix_ns,
             deadline_s=math.inf,
             router=self,
-            clock=self._clock,
             limits=_LIMITS,
         )
         for session in sessions:

@@ -26,6 +26,7 @@ from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import EngineOutput
 from baton.prefix_index.prefix_sources import FETCH_S
+from baton.proto.v1 import node_pb2
 from baton.proto.v1.node_pb2 import Counters
 
 from .caches import LINK_GBYTES_PER_S, TOKEN_BYTES, PlayedCopier, PublishedCache
@@ -160,11 +161,13 @@ class PlayedEngine:
                     member,
                     link,
                     self.load(),
-                    clock=cluster.clock,
-                    max_num_seqs=limits.max_num_seqs,
-                    block_bytes=block_bytes,
-                    num_host_blocks=blocks.num_host,
-                    own_target_s=setup.tbt_target_s or 0.0,
+                    node_pb2.Welcome(
+                        max_num_seqs=limits.max_num_seqs,
+                        block_bytes=block_bytes,
+                        num_host_blocks=blocks.num_host,
+                        tbt_target_s=setup.tbt_target_s or 0.0,
+                    ),
+                    cluster.clock,
                 )
             )
 

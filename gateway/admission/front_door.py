@@ -225,11 +225,11 @@ class FrontDoor:
                     record.request,
                     self.model.tokenizer,
                     call,
+                    self._clock,
                     self._entropy,
                     arrived_unix_ns=record.arrived_unix_ns,
                     deadline_s=deadline_s,
                     router=router,
-                    clock=self._clock,
                     limits=self._session_limits,
                     suspects=self._table.suspects,
                 )
