@@ -48,7 +48,7 @@ def few_rows_tiling(x: Tensor, weight: Tensor) -> Tiling | None:
 
 @functools.cache
 def _fits(device: torch.device) -> bool:
-    """Whether the tilings fit into shared memory (196 KiB); the interpreter has no limit."""
+    """Whether the tilings fit into shared memory (192 KiB); the interpreter has no limit."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
