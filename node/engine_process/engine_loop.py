@@ -15,9 +15,9 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from ...core.errors import BatonError, EngineFailed
+from ...core.errors import BatonError, EngineFailed, Unavailable
 from ...core.ports import Clock
 from ...core.process.collector import collect_some
 from ...engine.engine import Engine
@@ -49,7 +49,7 @@ class EngineLoop:
     """Runs until a shutdown or until the engine has drained; raises if the engine fails."""
 
     _engine: Engine
-    _role: EngineRole[Any]
+    _role: EngineRole
     _peers: Peers
     _requests: RequestIO
     _cache_report: CacheReport
@@ -213,8 +213,9 @@ class EngineLoop:
                 log.warning("a gateway sent %s", body)
 
     def _dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
-        if self._requests.refuses_new(gateway, dispatch):
-            return
+        if self._requests.is_draining:
+            error = Unavailable(f"{self._requests.node_name} is draining")
+            return self._requests.refuse(gateway, dispatch, error)
         has_constraint = dispatch.sampling.WhichOneof("constraint") is not None
         may_wait = has_constraint or dispatch.HasField("adapter")
         if not may_wait or self._gate.admits(gateway, dispatch):

@@ -7,7 +7,6 @@ import math
 import operator
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from ...core.ports import Clock
 from ...engine.engine import Engine
@@ -26,7 +25,7 @@ MAX_CALLERS = 64  # in a heartbeat: those with the most waiting tokens
 
 def heartbeat(
     engine: Engine,
-    role: EngineRole[Any],
+    role: EngineRole,
     peers: Peers,
     requests: RequestIO,
     orders: PromiseOrders,
@@ -47,7 +46,6 @@ def heartbeat(
     )
     counters.MergeFrom(role.counts)
     counters.MergeFrom(peers.fetches.counts)
-    num_leaving = requests.num_with_ticket if role.is_source else 0  # handed off to other engines
     step_cost = None
     if (cost := engine.stats.step_cost()) is not None:
         fields = codec.same_fields(cost, node_pb2.StepCost)
@@ -61,7 +59,7 @@ def heartbeat(
         "is_draining": requests.is_draining,
         "links": peers.windows.links(),
         "counters": counters,
-        "num_requests": len(requests) - num_leaving,
+        "num_requests": sum(map(role.decodes, requests.entries.values())),
         "num_stages": engine.limits.num_stages,
         "step_cost": step_cost,
         "expert_ranks": engine.stats.num_expert_ranks,
@@ -95,7 +93,7 @@ class EngineNumbers:
     def __init__(
         self,
         engine: Engine,
-        role: EngineRole[Any],
+        role: EngineRole,
         peers: Peers,
         requests: RequestIO,
         orders: PromiseOrders,
