@@ -21,13 +21,14 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from ...core.channels.frames import encode_payload, read_frame
+from ...core.config import NodeConfig
 from ...core.errors import BatonError, NodeLost, StartupFailed
 from ...core.ports import Clock
 from ...core.process.children import bound_to_us
 from ...prefix_index.journal import CacheJournal
 from ...prefix_index.messages import split_hashes
 from ...proto import codec
-from ...proto.v1 import engine_pb2, node_pb2
+from ...proto.v1 import engine_pb2
 
 HEARTBEATS_MISSED = 6  # without a heartbeat for so many intervals: not progressing
 FIRST_DELAY_S = 0.5
@@ -41,12 +42,16 @@ KILLED_S = 10.0  # a process that was killed may take this long to end
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """How to start an engine process: a module with a main, its configuration and environment."""
+    """How to start an engine process: a module with a main, its configuration and environment.
+
+    `node`: the node's configuration for this engine; `device`: as given, or empty.
+    """
 
     module: str
     configuration: str  # JSON, the first frame
     environment: Mapping[str, str]
-    heartbeat_s: float
+    node: NodeConfig
+    device: str = ""
 
 
 class EngineHandle:
@@ -58,27 +63,21 @@ class EngineHandle:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         ready: engine_pb2.Ready,
-        heartbeat_s: float,
+        command: EngineCommand,
         clock: Clock,
     ) -> None:
-        self.ready = ready
-        self.welcome = welcome = ready.welcome
-        self.heartbeat: node_pb2.Heartbeat | None = None  # the last one
-        self.cache_journal = CacheJournal(welcome.incarnation)
+        self.ready, self.command = ready, command
+        self.incarnation = ready.welcome.incarnation
+        self.cache_journal = CacheJournal(self.incarnation)
         self._process = process
         self._reader = reader
         self._writer = writer
         self._clock = clock
-        self._heartbeat_s = heartbeat_s
         self._last_heartbeat_s = clock.monotonic_s()
         self._ledgers: dict[int, asyncio.Future[str]] = {}
         self._num_queries = 0
         self._failure: BatonError | None = None
         self._lost: NodeLost | None = None  # set once the frames have ended
-
-    @property
-    def incarnation(self) -> str:
-        return self.welcome.incarnation
 
     @property
     def is_over(self) -> bool:
@@ -92,7 +91,8 @@ class EngineHandle:
 
     @property
     def is_progressing(self) -> bool:
-        return not self.is_over and self.silent_s < HEARTBEATS_MISSED * self._heartbeat_s
+        limit_s = HEARTBEATS_MISSED * self.command.node.heartbeat_s
+        return not self.is_over and self.silent_s < limit_s
 
     def send(self, message: engine_pb2.EngineInput) -> None:
         """Queue a frame. It is lost if the process is gone, which `run` detects."""
@@ -119,7 +119,6 @@ class EngineHandle:
     def _route(self, message: engine_pb2.EngineOutput) -> None:
         match message.WhichOneof("body"):
             case "heartbeat":
-                self.heartbeat = message.heartbeat
                 self._last_heartbeat_s = self._clock.monotonic_s()
             case "ledger":
                 future = self._ledgers.pop(message.ledger.query, None)
@@ -189,7 +188,7 @@ async def start_engine(
         with contextlib.suppress(TimeoutError):  # it may be blocked in the kernel
             await asyncio.wait_for(process.wait(), KILLED_S)
         raise
-    return EngineHandle(process, reader, writer, ready, command.heartbeat_s, clock)
+    return EngineHandle(process, reader, writer, ready, command, clock)
 
 
 async def _spawn(command: EngineCommand) -> tuple[asyncio.subprocess.Process, socket.socket]:

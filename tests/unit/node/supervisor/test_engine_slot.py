@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fakes.clock import FakeClock
 
+from baton.core.config import NodeConfig
 from baton.core.errors import StartupFailed
 from baton.core.process.children import bound_to_us
 from baton.node.supervisor import engine_handle
@@ -22,7 +23,7 @@ from baton.node.supervisor.engine_handle import (
     start_engine,
 )
 
-COMMAND = EngineCommand("baton.none", "{}", {}, heartbeat_s=0.25)
+COMMAND = EngineCommand("baton.none", "{}", {}, NodeConfig())
 
 
 class FakeEngine:
