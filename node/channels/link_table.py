@@ -1,59 +1,105 @@
-"""Messages to all links of an engine from other threads than its loop's: heartbeats, and the reason
-why the process ends. Ends of links that it detects go to the loop's inbox.
+"""The links of one engine: their begin and end, and messages to all of them, which other threads
+than the loop's send: heartbeats, and the reason why the process ends.
+
+A pair of engines has one link for each direction of pulls; a newer one replaces an older one. Ends
+of links that are detected while sending go to the loop's inbox.
 """
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from ...core.channels.channel import Channel, ChannelBroken
 from ...core.errors import BatonError, NodeLost
 from ...proto import codec
 from ...proto.v1 import node_pb2
-from .links import Kind, Link, LinkOver
+from .inbox import Inbox
+from .links import ChannelItem, Kind, Link, LinkOver
+
+log = logging.getLogger(__name__)
 
 _END_S = 0.3
 
 
-class Broadcast:
-    """Sends to the links that exist at the time. Any thread may call."""
+class LinkTable:
+    """Any thread may call `heartbeat` and `end`, the loop's thread all the rest."""
 
     def __init__(
         self,
-        links: Callable[[], list[Link]],
-        put: Callable[[LinkOver | Callable[[], None]], None],
+        inbox: Inbox[Any],
+        read: Callable[[Link], Sequence[ChannelItem]],
         watch_writes: Callable[[Link], None],
         welcome: node_pb2.Welcome,
         silence_s: float,
     ) -> None:
-        """The loop calls `watch_writes` for a link that may have something unsent. A peer that is
-        silent for `silence_s` is lost."""
-        self._links = links
-        self._put, self._watch_writes = put, watch_writes
+        """The loop calls `read` for items when a link's channel is ready, and `watch_writes` for a
+        link that may have something unsent. A peer that is silent for `silence_s` is lost."""
+        self._inbox, self._read, self._watch_writes = inbox, read, watch_writes
+        self.by_name: dict[tuple[Kind, str], Link] = {}
         self._silence_s = silence_s
         self._welcome = node_pb2.NodeMessage(welcome=welcome).SerializeToString()
         self._heartbeat: bytes | None = None  # the last one
         self._last_beat_s = time.monotonic()
         self._beating = threading.Lock()  # a new gateway gets Welcome first, and no older numbers
 
-    @contextlib.contextmanager
-    def greeting(self) -> Iterator[list[bytes]]:
-        """The first messages to a gateway. Its link is added within this scope, in which no
-        heartbeat is sent."""
+    def add(self, link: Link) -> Link | None:
+        """Add a new link; returns the older one of the same pair, which has been removed."""
+        older = self.by_name.get((link.kind, link.name))
+        if older is not None:
+            self.remove(older)
+        self._inbox.watch(link.channel, lambda: self._read(link))
+        log.info("linked with %s", link)
         with self._beating:
-            yield list(filter(None, (self._welcome, self._heartbeat)))
+            self.by_name[link.kind, link.name] = link
+            if link.kind is Kind.GATEWAY:
+                for payload in filter(None, (self._welcome, self._heartbeat)):
+                    self._send(link, payload)
+        return older
+
+    def remove(self, link: Link) -> None:
+        """Close a link, if it is open."""
+        if not link.channel.is_closed:
+            del self.by_name[link.kind, link.name]
+            self._inbox.unwatch(link.channel)
+            link.channel.close()
+
+    def close(self) -> None:
+        for link in self._all_links():
+            self.remove(link)
+
+    def _all_links(self) -> list[Link]:
+        """May be called by any thread: the copy is atomic."""
+        return [*self.by_name.values()]
+
+    def ledger(self) -> dict[str, object]:
+        """Who is linked, by kind."""
+        return {
+            "links": {
+                kind.value: [name for each, name in self.by_name if each is kind] for kind in Kind
+            }
+        }
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something is still to be written to a gateway."""
+        return any(
+            link.channel.has_unsent for link in self.by_name.values() if link.kind is Kind.GATEWAY
+        )
+
+    # -- any thread --------------------------------------------------------------------------------
 
     def heartbeat(self, numbers: node_pb2.Heartbeat) -> None:
         """Send `numbers` to all gateways and an empty frame to peers; look for silent peers."""
         payload = node_pb2.NodeMessage(heartbeat=numbers).SerializeToString()
         with self._beating:
             self._heartbeat = payload
-            for link in self._links():
+            for link in self._all_links():
                 self._send(link, payload if link.kind is Kind.GATEWAY else b"")
         self._listen_for_peers()
 
@@ -62,14 +108,14 @@ class Broadcast:
         now_s = time.monotonic()
         stood_still = now_s - self._last_beat_s > self._silence_s / 2
         self._last_beat_s = now_s
-        for link in self._links():
+        for link in self._all_links():
             if link.kind is Kind.GATEWAY:
                 continue
             if stood_still:
                 link.channel.restart_silence()
             elif link.channel.is_silent(self._silence_s):
                 reason = f"nothing came for {self._silence_s:g} s"
-                self._put(LinkOver(link, NodeLost(reason)))
+                self._inbox.put(LinkOver(link, NodeLost(reason)))
 
     def end(self, error: BatonError) -> None:
         """Send to all gateways why the process ends; returns when they have hung up, or after a
@@ -79,7 +125,7 @@ class Broadcast:
         payload = message.SerializeToString()
         until_s = time.monotonic() + _END_S
         with self._beating:
-            links = self._links()
+            links = self._all_links()
             gateways = [link for link in links if link.kind is Kind.GATEWAY]
             for link in links:
                 if link.kind is Kind.GATEWAY:
@@ -94,10 +140,10 @@ class Broadcast:
         try:
             link.channel.send(payload)
         except ChannelBroken as error:
-            self._put(LinkOver(link, NodeLost(str(error))))
+            self._inbox.put(LinkOver(link, NodeLost(str(error))))
             return
         if link.channel.has_unsent:
-            self._put(partial(self._watch_writes, link))
+            self._inbox.put(partial(self._watch_writes, link))
 
 
 def _wait_for_ends(channels: Sequence[Channel]) -> None:
