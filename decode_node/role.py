@@ -58,14 +58,11 @@ class DecodeRole(EngineRole):
         self._peers.feed_puller(intended)
 
     def _cancel_handoff(self, intent: Handoff, error: BatonError) -> None:
-        self._drop_intent(intent)
+        key = intent.samples[0].key
+        del self._handoffs[key]
+        # Blocks that it has are kept until DropReservation: the last copy into them has ended.
+        self._engine.abort(key)
         self._peers.feed_puller(IntentCancelled(intent.ticket.transfer_id))
-
-    def _drop_intent(self, intent: Handoff) -> None:
-        """Stop waiting for blocks. The engine keeps reserved ones until DropReservation: the last
-        copy into them has ended."""
-        del self._handoffs[intent.samples[0].key]
-        self._engine.abort(intent.samples[0].key)
 
     # -- hand-offs -----------------------------------------------------------------------------
 
@@ -73,8 +70,8 @@ class DecodeRole(EngineRole):
         """End the requests of a failed transfer. A cancelled one is not counted as failed."""
         if not isinstance(failed.error, Cancelled):
             self.counts.failed_transfers[failed.error.code] += 1
-        if intent := self._handoffs.get(failed.key):
-            self._drop_intent(intent)
+        if intent := self._handoffs.pop(failed.key, None):
+            self._engine.abort(failed.key)
             for sample in intent.samples:
                 self._requests.end(sample.key, failed.error)
 

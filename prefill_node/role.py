@@ -30,8 +30,6 @@ class PrefillRole(EngineRole):
         super().__init__(engine, requests, peers, clock)
         peers.on_release = self._release
 
-    # -- gateways ------------------------------------------------------------------------------
-
     def _open_handoff(self, entry: Entry, ticket: Ticket) -> None:
         self._engine.add(entry.request, hold=True)
         self._handoffs[entry.key] = Handoff(ticket, entry.samples)
@@ -40,8 +38,6 @@ class PrefillRole(EngineRole):
     def _cancel_handoff(self, offer: Handoff, error: BatonError) -> None:
         self._peers.feed_source(Withdrawn(offer.ticket.transfer_id, error))
         self._engine.abort(offer.samples[0].key)
-
-    # -- the engine's results ------------------------------------------------------------------
 
     def after_step(self, output: StepOutput) -> None:
         super().after_step(output)
@@ -75,8 +71,6 @@ class PrefillRole(EngineRole):
             offer.is_first_token_out = True  # with beams the puller sends all tokens
         transfer_id = offer.ticket.transfer_id
         self._peers.feed_source(Chunk(transfer_id, blocks, num_tokens, state, chunk.step))
-
-    # -- pullers -------------------------------------------------------------------------------
 
     def _release(self, key: str, error: BatonError | None) -> None:
         """The hand-off has ended. After the first token the puller reports its outcome."""
