@@ -156,9 +156,7 @@ class EngineLoop:
     def _from_supervisor(self, message: engine_pb2.EngineInput) -> None:
         match message.WhichOneof("body"):
             case "get_ledger":
-                text = json.dumps(self.ledger())
-                ledger = engine_pb2.Ledger(query=message.get_ledger, json=text)
-                self._send(engine_pb2.EngineOutput(ledger=ledger))
+                self._send(engine_pb2.EngineOutput(ledger=json.dumps(self.ledger())))
             case "members":
                 self._dialer.list_members(message.members)
             case "drain":

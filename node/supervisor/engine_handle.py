@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -74,8 +75,7 @@ class EngineHandle:
         self._writer = writer
         self._clock = clock
         self._last_heartbeat_s = clock.monotonic_s()
-        self._ledgers: dict[int, asyncio.Future[str]] = {}
-        self._num_queries = 0
+        self._ledgers: deque[asyncio.Future[str]] = deque()  # those asked for, in order
         self._failure: BatonError | None = None
         self._lost: NodeLost | None = None  # set once the frames have ended
 
@@ -121,9 +121,9 @@ class EngineHandle:
             case "heartbeat":
                 self._last_heartbeat_s = self._clock.monotonic_s()
             case "ledger":
-                future = self._ledgers.pop(message.ledger.query, None)
-                if future is not None and not future.done():  # cancelled, perhaps just now
-                    future.set_result(message.ledger.json)
+                future = self._ledgers.popleft()
+                if not future.done():  # cancelled, perhaps just now
+                    future.set_result(message.ledger)
             case "cache_changes":
                 changes = message.cache_changes
                 lists = (changes.removed, changes.stored, changes.in_host)
@@ -133,7 +133,7 @@ class EngineHandle:
 
     def _end_queries(self) -> None:
         lost = self._lost = NodeLost("the engine process ended")
-        for future in self._ledgers.values():
+        for future in self._ledgers:
             if not future.done():
                 future.set_exception(lost)
 
@@ -141,15 +141,10 @@ class EngineHandle:
         """The engine's ledger as JSON. Raises NodeLost if the engine ends before it is received."""
         if self._lost:
             raise self._lost
-        self._num_queries += 1
-        query = self._num_queries
-        future = self._ledgers[query] = asyncio.get_running_loop().create_future()
-        self.send(engine_pb2.EngineInput(get_ledger=query))
-        try:
-            answer: str = await future
-            return answer
-        finally:
-            self._ledgers.pop(query, None)
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._ledgers.append(future)
+        self.send(engine_pb2.EngineInput(get_ledger=True))
+        return await future
 
     # -- end -----------------------------------------------------------------------------------
 
