@@ -12,6 +12,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,26 +28,24 @@ log = logging.getLogger(__name__)
 _END_S = 0.3
 
 
+@dataclass(eq=False)
 class LinkTable:
-    """Any thread may call `heartbeat` and `end`, the loop's thread all the rest."""
+    """Any thread may call `heartbeat` and `end`, the loop's thread all the rest.
 
-    def __init__(
-        self,
-        inbox: Inbox[Any],
-        read: Callable[[Link], Sequence[ChannelItem]],
-        watch_writes: Callable[[Link], None],
-        welcome: node_pb2.Welcome,
-        silence_s: float,
-    ) -> None:
-        """The loop calls `read` for items when a link's channel is ready, and `watch_writes` for a
-        link that may have something unsent. A peer that is silent for `silence_s` is lost."""
-        self._inbox, self._read, self._watch_writes = inbox, read, watch_writes
-        self.by_name: dict[tuple[Kind, str], Link] = {}
-        self._silence_s = silence_s
-        self._welcome = node_pb2.NodeMessage(welcome=welcome).SerializeToString()
-        self._heartbeat: bytes | None = None  # the last one
-        self._last_beat_s = time.monotonic()
-        self._beating = threading.Lock()  # a new gateway gets Welcome first, and no older numbers
+    The loop calls `_read` for items when a link's channel is ready, and `_watch_writes` for a link
+    that may have something unsent. A peer that is silent for `_silence_s` is lost.
+    """
+
+    _inbox: Inbox[Any]
+    _read: Callable[[Link], Sequence[ChannelItem]]
+    _watch_writes: Callable[[Link], None]
+    _welcome: node_pb2.Welcome
+    _silence_s: float
+    by_name: dict[tuple[Kind, str], Link] = field(default_factory=dict)
+    _heartbeat: node_pb2.Heartbeat | None = None  # the last one
+    _last_beat_s: float = field(default_factory=lambda: time.monotonic())
+    # A new gateway gets Welcome first, and no older numbers.
+    _beating: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, link: Link) -> Link | None:
         """Add a new link; returns the older one of the same pair, which has been removed."""
@@ -58,8 +57,9 @@ class LinkTable:
         with self._beating:
             self.by_name[link.kind, link.name] = link
             if link.kind is Kind.GATEWAY:
-                for payload in filter(None, (self._welcome, self._heartbeat)):
-                    self._send(link, payload)
+                self._send(link, _packed(welcome=self._welcome))
+                if self._heartbeat is not None:
+                    self._send(link, _packed(heartbeat=self._heartbeat))
         return older
 
     def remove(self, link: Link) -> None:
@@ -96,9 +96,9 @@ class LinkTable:
 
     def heartbeat(self, numbers: node_pb2.Heartbeat) -> None:
         """Send `numbers` to all gateways and an empty frame to peers; look for silent peers."""
-        payload = node_pb2.NodeMessage(heartbeat=numbers).SerializeToString()
+        payload = _packed(heartbeat=numbers)
         with self._beating:
-            self._heartbeat = payload
+            self._heartbeat = numbers
             for link in self._all_links():
                 self._send(link, payload if link.kind is Kind.GATEWAY else b"")
         self._listen_for_peers()
@@ -121,8 +121,7 @@ class LinkTable:
         """Send to all gateways why the process ends; returns when they have hung up, or after a
         timeout. Nothing can be sent after it.
         """
-        message = node_pb2.NodeMessage(engine_ended=codec.error_to_wire(error))
-        payload = message.SerializeToString()
+        payload = _packed(engine_ended=codec.error_to_wire(error))
         until_s = time.monotonic() + _END_S
         with self._beating:
             links = self._all_links()
@@ -144,6 +143,10 @@ class LinkTable:
             return
         if link.channel.has_unsent:
             self._inbox.put(partial(self._watch_writes, link))
+
+
+def _packed(**body: Any) -> bytes:
+    return node_pb2.NodeMessage(**body).SerializeToString()
 
 
 def _wait_for_ends(channels: Sequence[Channel]) -> None:

@@ -14,6 +14,7 @@ import logging
 import ssl
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from ...core.channels.addresses import host_id, host_of
 from ...core.channels.admission import PULLER, Secure, dial
@@ -32,30 +33,27 @@ _WAIT_S = 1.0  # an engine may dial a moment before its entry arrives here
 STEADY_S = 1.0  # a link that lasted this long was good: the back-off starts anew at its end
 
 
+@dataclass(eq=False)
 class SourceDialer:
     """`list_members` and `link_over` are for the loop's thread, `is_listed` and `name_of` for any;
-    `close` ends all attempts."""
+    `close` ends all attempts.
 
-    def __init__(
-        self,
-        us: node_pb2.Welcome,
-        key: bytes,
-        secure: Secure | None,
-        on_link: Callable[[Link], None],
-    ) -> None:
-        """`us`: the dialling engine, which proves that it holds `key`; `secure` begins TLS with a
-        source. `on_link` gets every channel that a source has accepted, on other threads, none
-        after `close`. It must not block.
-        """
-        self._us, self._host_id = us, host_id()
-        self._key, self._secure = key, secure
-        self._on_link = on_link
-        self._changed = threading.Condition()
-        self._listed: Mapping[str, engine_pb2.ListedEngine] = {}  # by incarnation
-        self._is_away = False  # the directory is
-        self._dialled: set[str] = set()  # sources that have a dialling thread
-        self._refused: set[str] = set()  # with another fingerprint, linked once already
-        self._is_closed = False
+    `_us`: the dialling engine, which proves that it holds `_key`; `_secure` begins TLS with a
+    source. `_on_link` gets every channel that a source has accepted, on other threads, none after
+    `close`. It must not block.
+    """
+
+    _us: node_pb2.Welcome
+    _key: bytes = field(repr=False)
+    _secure: Secure | None
+    _on_link: Callable[[Link], None]
+    _host_id: bytes = field(default_factory=host_id)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _listed: Mapping[str, engine_pb2.ListedEngine] = field(default_factory=dict)  # by incarnation
+    _is_away: bool = False  # the directory is
+    _dialled: set[str] = field(default_factory=set)  # sources that have a dialling thread
+    _refused: set[str] = field(default_factory=set)  # with another fingerprint, once linked
+    _is_closed: bool = False
 
     def close(self) -> None:
         with self._changed:

@@ -75,27 +75,23 @@ class _Step:
         return node_pb2.StepOutputs(outputs=self.outputs, tokens=tokens)
 
 
+@dataclass(eq=False)
 class RequestIO:
-    """Used by the engine loop's thread only. `entries`: the open requests, by key."""
+    """Used by the engine loop's thread only. `_send_to` sends to a gateway, given its name;
+    `entries`: the open requests, by key."""
 
-    def __init__(
-        self,
-        send_to: Callable[[str, node_pb2.NodeMessage], None],
-        clock: Clock,
-        node_name: str,
-        vocab_size: int,
-    ) -> None:
-        """`send_to` sends to a gateway, given its name."""
-        self.node_name = node_name
-        self.is_draining = False
-        self.entries: dict[str, Entry] = {}
-        self._deadlines: list[tuple[float, str]] = []  # heap; keys of closed entries are skipped
-        self._tombstones = Tombstones(clock)
-        self._send_to = send_to
-        self._steps = defaultdict[str, _Step](_Step)  # by gateway
-        self._clock = clock
-        self._vocab_size = vocab_size
-        self._step_began_ns = 0
+    _send_to: Callable[[str, node_pb2.NodeMessage], None]
+    _clock: Clock
+    node_name: str
+    _vocab_size: int
+    is_draining: bool = False
+    entries: dict[str, Entry] = field(default_factory=dict)
+    _deadlines: list[tuple[float, str]] = field(default_factory=list)  # heap; also closed entries'
+    _steps: dict[str, _Step] = field(default_factory=lambda: defaultdict(_Step))  # by gateway
+    _step_began_ns: int = 0
+
+    def __post_init__(self) -> None:
+        self._tombstones = Tombstones(self._clock)
 
     def accept(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry | None:
         """File a dispatch and its forks. None: rejected, which is reported to the gateway."""

@@ -240,29 +240,22 @@ class Backoff:
         return delay_s
 
 
+@dataclass(eq=False)
 class EngineSlot:
     """Holds the current engine.
 
-    `on_change` is called whenever it starts or ends; `presence` is entered while it runs: its
+    `_on_change` is called whenever it starts or ends; `_presence` is entered while it runs: its
     entries in the directory and the prefix index.
     """
 
-    def __init__(
-        self,
-        command: EngineCommand,
-        report: Callable[[str], None],
-        on_change: Callable[[], None],
-        presence: Callable[[EngineHandle], AbstractAsyncContextManager[None]],
-        clock: Clock,
-    ) -> None:
-        self.engine: EngineHandle | None = None
-        self._command = command
-        self._report = report
-        self._on_change = on_change
-        self._presence = presence
-        self._clock = clock
-        self._is_stopping = False
-        self._most_start_s = START_S
+    _command: EngineCommand
+    _report: Callable[[str], None]
+    _on_change: Callable[[], None]
+    _presence: Callable[[EngineHandle], AbstractAsyncContextManager[None]]
+    _clock: Clock
+    engine: EngineHandle | None = None
+    _is_stopping: bool = False
+    _most_start_s: float = START_S
 
     @property
     def is_ready(self) -> bool:

@@ -153,13 +153,12 @@ class Supervisor:
             node=node,
             device="" if engine.device == "auto" else engine.device,
         )
-        return EngineSlot(
-            command,
-            report=lambda line: print_line(line if index is None else f"[{index}] {line}"),
-            on_change=self._health.changed.set,
-            presence=self._presence,
-            clock=SystemClock(),
-        )
+
+        def report(line: str) -> None:
+            print_line(line if index is None else f"[{index}] {line}")
+
+        on_change = self._health.changed.set
+        return EngineSlot(command, report, on_change, self._presence, SystemClock())
 
     async def _pass_members_on(self) -> None:
         """Send engines the directory's list: which engines to dial, and which may dial them."""
