@@ -19,7 +19,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...core.channels.frames import encode_payload, read_frame
 from ...core.config import NodeConfig
@@ -49,35 +49,30 @@ class EngineCommand:
     """
 
     module: str
-    configuration: str  # JSON, the first frame
+    configuration: str = field(repr=False)  # JSON with the keys, the first frame
     environment: Mapping[str, str]
     node: NodeConfig
     device: str = ""
 
 
+@dataclass(eq=False)
 class EngineHandle:
     """One engine process from its start to its end. Made by `start_engine`."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        ready: engine_pb2.Ready,
-        command: EngineCommand,
-        clock: Clock,
-    ) -> None:
-        self.ready, self.command = ready, command
-        self.incarnation = ready.welcome.incarnation
+    _process: asyncio.subprocess.Process
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+    ready: engine_pb2.Ready
+    command: EngineCommand
+    _clock: Clock
+    _ledgers: deque[asyncio.Future[str]] = field(default_factory=deque)  # asked for, in order
+    _failure: BatonError | None = None
+    _lost: NodeLost | None = None  # set once the frames have ended
+
+    def __post_init__(self) -> None:
+        self.incarnation = self.ready.welcome.incarnation
         self.cache_journal = CacheJournal(self.incarnation)
-        self._process = process
-        self._reader = reader
-        self._writer = writer
-        self._clock = clock
-        self._last_heartbeat_s = clock.monotonic_s()
-        self._ledgers: deque[asyncio.Future[str]] = deque()  # those asked for, in order
-        self._failure: BatonError | None = None
-        self._lost: NodeLost | None = None  # set once the frames have ended
+        self._last_heartbeat_s = self._clock.monotonic_s()
 
     @property
     def is_over(self) -> bool:

@@ -180,15 +180,13 @@ class NodeHealth:
             is_ready = self._is_ready()
             if is_ready != reported:
                 reported = is_ready
-                await self._report(is_ready)
+                answer = health_pb2.HealthCheckResponse
+                for service in SERVICES:
+                    status = answer.SERVING if is_ready else answer.NOT_SERVING
+                    await self.servicer.set(service, status)
             try:
                 async with asyncio.timeout(self._look_s):
                     await self.changed.wait()
             except TimeoutError:
                 continue
             self.changed.clear()
-
-    async def _report(self, is_ready: bool) -> None:
-        answer = health_pb2.HealthCheckResponse
-        for service in SERVICES:
-            await self.servicer.set(service, answer.SERVING if is_ready else answer.NOT_SERVING)

@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -93,31 +94,25 @@ def _listen(node: NodeConfig, tls: ClusterTls | None) -> tuple[grpc.aio.Server, 
         return server, port
 
 
+@dataclass(eq=False)
 class Supervisor:
     """One node. It processes no requests: it relays messages, and watches and restarts engines."""
 
-    def __init__(
-        self,
-        role: Role,
-        engine: EngineConfig,
-        node: NodeConfig,
-        secret: ClusterSecret,
-        directory: Directory,
-        index: RedisIndexLink,
-        tls: ClusterTls | None = None,
-    ) -> None:
-        self._tls = tls
-        self._role = role
-        self._node = node
-        self._secret = secret
-        self._directory = directory
-        self._index = index
-        self._addresses = addresses_of(node)
+    _role: Role
+    engine: InitVar[EngineConfig]
+    _node: NodeConfig
+    _secret: ClusterSecret
+    _directory: Directory
+    _index: RedisIndexLink
+    _tls: ClusterTls | None = None
+    _members: engine_pb2.Members = field(default_factory=engine_pb2.Members)  # as last sent to all
+    _is_draining: bool = False
+
+    def __post_init__(self, engine: EngineConfig) -> None:
+        self._addresses = addresses_of(self._node)
         self._address = self._addresses[0]
-        self._members = engine_pb2.Members()  # as last sent to all engines
-        self._is_draining = False
-        self._health = NodeHealth(self._is_ready, node.heartbeat_s)
-        configs = engine_configs(engine, node)
+        self._health = NodeHealth(self._is_ready, self._node.heartbeat_s)
+        configs = engine_configs(engine, self._node)
         self._slots = [
             self._make_slot(config, None if len(configs) == 1 else index)
             for index, config in enumerate(configs)

@@ -82,7 +82,7 @@ class World:
         self.inbox = FakeInbox()
         self.gate = self.make_gate()
         pulse = SimpleNamespace(turn_started=lambda: None, turn_ended=lambda: None)
-        numbers = SimpleNamespace(recount=lambda: 0.0)
+        numbers = SimpleNamespace(recount=lambda: 0.0, has_changed=False)
         self.channels = EngineChannels(self.inbox, node_pb2.Welcome())  # type: ignore[arg-type]
         self.links: dict[str, Link] = {}
         report: Any = SimpleNamespace(flush=lambda: None)
