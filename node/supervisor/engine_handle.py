@@ -220,21 +220,6 @@ def _describe(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-class Backoff:
-    """How long to wait before the next start."""
-
-    def __init__(self) -> None:
-        self._delay_s = FIRST_DELAY_S
-
-    def after(self, lived_s: float) -> float:
-        """The delay after an engine that lived for `lived_s`."""
-        if lived_s >= HEALTHY_S:
-            self._delay_s = FIRST_DELAY_S
-        delay_s = self._delay_s
-        self._delay_s = min(2 * delay_s, LONGEST_DELAY_S)
-        return delay_s
-
-
 @dataclass(eq=False)
 class EngineSlot:
     """Holds the current engine.
@@ -264,14 +249,15 @@ class EngineSlot:
 
     async def run(self) -> None:
         """Keep an engine in the slot until `stop`; call after `start`."""
-        backoff = Backoff()
+        delay_s = FIRST_DELAY_S
         while True:
-            lived_s = await self._live()
+            if await self._live() >= HEALTHY_S:
+                delay_s = FIRST_DELAY_S
             if self._is_stopping:
                 return
-            delay_s = backoff.after(lived_s)
             self._report(f"starting the engine again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, LONGEST_DELAY_S)
             try:
                 async with asyncio.timeout(self._most_start_s):
                     self._replace(await self._start_engine())
