@@ -81,7 +81,9 @@ class EngineNumbers:
         adapters = engine.adapters
         callers, decodes = load.waiting_by_caller.items(), load.decodes
         largest = heapq.nlargest(MAX_CALLERS, callers, key=operator.itemgetter(1))
-        num_requests = sum(map(role.decodes, self._requests.entries.values()))
+        entries, num_leaving = self._requests.entries, 0
+        if role.is_source:  # those handed off to other engines
+            num_leaving = sum(entry.ticket is not None for entry in entries.values())
         fields = codec.same_fields(load, node_pb2.Heartbeat)
         fields |= codec.same_fields(limits, node_pb2.Heartbeat) | {
             "num_steps": self.num_steps,
@@ -89,7 +91,7 @@ class EngineNumbers:
             "is_draining": self._requests.is_draining,
             "links": self._peers.windows.links(),
             "counters": counters,
-            "num_requests": num_requests + self._gate.num_waiting,
+            "num_requests": len(entries) - num_leaving + self._gate.num_waiting,
             "step_cost": step_cost,
             "expert_ranks": engine.stats.num_expert_ranks,
             "num_decodes": decodes.num_decodes,

@@ -72,19 +72,16 @@ class EngineRole(ABC):
         """Raises BatonError if this engine cannot accept the request now."""
         if entry.request.is_on_trial:
             self._trials.admit(entry)
-        promise = self._engine.promise
-        if promise.tbt_target_s is not None and entry.request.may_refuse and self.decodes(entry):
-            if entry.ticket is None and not promise.is_promising:
+        promise, is_whole = self._engine.promise, entry.ticket is None
+        decodes = is_whole or not self.is_source
+        if promise.tbt_target_s is not None and entry.request.may_refuse and decodes:
+            if is_whole and not promise.is_promising:
                 raise PromiseRefused("this engine promises nothing now")
             promise.check(entry.request, self.num_coming)
 
     def _has_prompt(self, entry: Entry) -> bool:
         """Whether its prompt is computed here; otherwise its KV is pulled."""
         return self.is_source or entry.ticket is None
-
-    def decodes(self, entry: Entry) -> bool:
-        """Whether it decodes here; otherwise it is handed off to another engine."""
-        return not self.is_source or entry.ticket is None
 
     def _begin(self, entry: Entry) -> None:
         """Start a request after its prefix has been fetched, or will not be."""
