@@ -204,8 +204,11 @@ class EngineLoop:
                 error = Unavailable(f"{self._requests.node_name} is draining")
                 self._requests.refuse(gateway, message.dispatch, error)
             case "dispatch":
-                if self._gate.admits(gateway, message.dispatch):
-                    self._role.dispatch(gateway, message.dispatch)
+                dispatch = message.dispatch
+                has_constraint = dispatch.sampling.WhichOneof("constraint") is not None
+                may_wait = has_constraint or dispatch.HasField("adapter")
+                if not may_wait or self._gate.admits(gateway, dispatch):
+                    self._role.dispatch(gateway, dispatch)
             case "load_adapter":
                 self._gate.load(gateway, message.load_adapter)
             case "cancel":
