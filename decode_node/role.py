@@ -50,7 +50,7 @@ class DecodeRole(EngineRole):
         request, limits = entry.request, self._engine.limits
         limits.check(request)
         if entry.key in self._handoffs:
-            raise InvalidRequest(f"request {entry.key} waits for its KV already")
+            raise InvalidRequest(f"request {entry.key} already waits for its KV")
         hashes = self._engine.block_hashes(request)
         self._handoffs[entry.key] = Handoff(ticket, entry.samples, block_hashes=hashes)
         num_blocks = limits.blocks_for(request.num_known_tokens)
@@ -129,7 +129,7 @@ class DecodeRole(EngineRole):
         """Raises HandoffFailed if the source's state is invalid."""
         first, *forks = samples
         if not self._requests.knows(_token_ids_of(state)):
-            raise HandoffFailed("the source sampled what is no token of the vocabulary")
+            raise HandoffFailed("the source sampled a token outside the vocabulary")
         self._engine.lacks_drafts(reservation, state.first_undrafted)
         if first.sampling.use_beam_search:
             if state.first is None:

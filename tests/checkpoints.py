@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-# One of everything that architectures and configurations differ in, as arguments of
-# `write_checkpoint`. Odd vocabularies, heads that do not fill the hidden size.
+# One example of each variant of architecture and configuration, as arguments of `write_checkpoint`,
+# with odd vocabularies and heads that do not fill the hidden size.
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama, gqa 4:2": {},
     "llama, gqa 4:1, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
@@ -128,7 +128,7 @@ def write_checkpoint(
 
     Small, but with weights large enough that logits differ clearly and every block matters.
     `has_varied_vectors`: norms are not all one, biases not all zero. Without `save_original_format`
-    a layer's experts are one tensor, as transformers holds them.
+    a layer's experts are one tensor, as transformers stores them.
     """
     settings: dict[str, Any] = {
         "vocab_size": 320,
@@ -156,14 +156,14 @@ def write_checkpoint(
 
 
 class Written:
-    """Checkpoints by what was asked for, the last ones: to make one takes longer than a copy."""
+    """The last checkpoints by their arguments, since making one takes longer than copying it."""
 
     def __init__(self, write: Callable[..., PreTrainedModel], most: int = 24) -> None:
         self._write, self._most = write, most
         self._known: dict[str, tuple[dict[str, bytes], PreTrainedModel]] = {}
 
     def again(self, folder: Path, name: str, **settings: Any) -> PreTrainedModel:
-        """Write it to `folder`; return a model of the caller's own."""
+        """Write the checkpoint to `folder`; returns a separate copy of the model."""
         key = repr((name, sorted(settings.items())))
         if key not in self._known:
             with TemporaryDirectory() as own:
@@ -181,8 +181,8 @@ class Written:
 
 
 def weight_of(known: dict[str, Tensor], key: str) -> Tensor:
-    """Where transformers has the checkpoint's weight: one of an expert in a stack of all experts,
-    gate and up in one."""
+    """The transformers weight for a name in the checkpoint: one expert of a stack of all experts,
+    or gate and up of a fused weight."""
     found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", key)
     if found is None:
         return known[key]

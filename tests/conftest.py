@@ -30,7 +30,7 @@ import torch
 
 sys.dont_write_bytecode = False
 
-# A shell lets its background jobs ignore Ctrl-C, and child processes inherit that; tests send it.
+# A shell makes its background jobs ignore Ctrl-C, and child processes inherit that; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).parent
@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 SHARE_THE_DEMO = (
     *("e2e/test_http.py", "e2e/test_offline.py", "e2e/test_structured.py", "e2e/test_tokens.py"),
 )
-MANY_OBJECTS = 200_000  # a third of the objects of a process that has imported all tests
+MANY_OBJECTS = 200_000  # a third of a process's objects after importing all tests
 STARTS_PROCESSES = {"integration", "e2e", "bad_input", "browser", "external"}
 sys.path.insert(0, str(HERE))
 pytest.register_assert_rewrite(
@@ -60,7 +60,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run a file's tests in one process, and so the files that share a deployment."""
+    """Run all tests of a file in one process, as well as files that share a deployment."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByDeployment(LoadFileScheduling):
@@ -103,8 +103,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Imported objects stay alive: walking them repeatedly takes time here, and later would be a
-    pause in tests that measure time."""
+    """Exclude imported objects from garbage collection: walking them takes time, and would pause
+    tests that measure time."""
     gc.disable()
     try:
         return (yield)

@@ -35,13 +35,13 @@ from baton.core.membership import Member
 from baton.proto.v1 import node_pb2_grpc
 
 MARK = "BATON_TEST_MARK"
-# Below what the kernel gives to whoever asks for any port.
+# Below the range from which the kernel assigns ephemeral ports.
 _OURS = range(20_000, 29_000)
 _given: set[int] = set()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """For a process that is to be told a port: nobody who asks for any gets it meanwhile."""
+    """A port to pass to a process; the kernel does not assign it to others meanwhile."""
     for port in random.sample(_OURS, len(_OURS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind((host, port))
@@ -53,7 +53,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 @dataclass
 class Running:
-    """A deployment that serves; `lines` is all that its processes said.
+    """A running deployment; `lines` has all output of its processes.
 
     `call` runs a coroutine in the deployment's event loop, on a thread of its own.
     """
@@ -77,12 +77,12 @@ class Running:
         return [child.process.pid for child in self.deployment.children]
 
     def ledgers(self) -> dict[str, list[dict[str, Any]]]:
-        """Every engine's ledger, by node."""
+        """The ledgers of every engine, by node."""
         found: dict[str, list[dict[str, Any]]] = self.call(self._ledgers())
         return found
 
     def engines(self) -> dict[str, Member]:
-        """As the directory has them, by name."""
+        """The engines in the directory, by name."""
         found: dict[str, Member] = self.call(self._engines())
         return found
 
@@ -108,7 +108,7 @@ class Running:
         return found
 
     def _channel_to(self, role: str, address: str) -> grpc.aio.Channel:
-        """As a gateway speaks to a node."""
+        """A channel to a node like a gateway's."""
         if self.deployment.up.certs is None:
             return grpc.aio.insecure_channel(address)
         folder = Path(self.deployment.up.certs)
@@ -118,7 +118,7 @@ class Running:
         return grpc.aio.secure_channel(address, credentials, options)
 
     def wait_idle(self, timeout_s: float = 5.0) -> dict[str, list[dict[str, Any]]]:
-        """Wait until no node holds a block for anybody; fails with the ledgers otherwise."""
+        """Wait until no node holds a block; fails with the ledgers otherwise."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             ledgers = self.ledgers()
@@ -130,7 +130,7 @@ class Running:
 
 
 def is_idle(ledger: dict[str, Any]) -> bool:
-    """Nothing held, and the counts add up."""
+    """Whether nothing is held, and the counts balance."""
     blocks = ledger["blocks"]
     total = blocks["free"] + blocks["cached"] + blocks["held"] + blocks["reserved"]
     assert total == blocks["total"], ledger
@@ -147,7 +147,7 @@ def running(
 ) -> Iterator[Running]:
     """Start a deployment, yield it, check its ledgers, stop it, check that nothing is left."""
     mark = secrets.token_hex(8)
-    os.environ[MARK] = mark  # for the children to inherit
+    os.environ[MARK] = mark  # inherited by child processes
     lines: list[str] = []
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -175,7 +175,7 @@ def running(
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
-    deadline_s = time.monotonic() + AT_ONCE_S  # helpers of a process end behind it
+    deadline_s = time.monotonic() + AT_ONCE_S  # a process's helpers end after it
     while left := marked_processes(mark):
         print("ends behind its deployment:", *map(command_of, left))
         assert time.monotonic() < deadline_s, [*map(command_of, left)]
@@ -191,7 +191,8 @@ def command_of(pid: int) -> str:
 def marked_processes(mark: str) -> list[int]:
     """Processes that descend from one started with `mark`, whoever their parent is by now.
 
-    Abstract sockets and memfds live as long as their processes: none of those, none of these.
+    Abstract sockets and memfds live only as long as their processes, so none of these are left
+    either.
     """
     found = []
     for entry in Path("/proc").glob("[0-9]*"):

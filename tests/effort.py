@@ -25,19 +25,19 @@ def register_profiles() -> None:
 
 
 def examples(quick: int, thorough: int, **more: Any) -> settings:
-    """Settings for a test that cannot do with the profile's own number of examples."""
+    """Settings for a test that needs another number of examples than the profile's."""
     return settings(max_examples=number(quick, thorough), **more)
 
 
 def number(quick: int, thorough: int) -> int:
-    """Of seeds, rounds or tokens of a test that draws them itself."""
+    """The number of seeds, rounds or tokens of a test that draws them itself."""
     return quick if settings().derandomize else thorough
 
 
 def half(*values: Iterable[Any], is_whole: bool = False) -> list[Any]:
-    """All combinations, for `parametrize`; every second one is `slow`, but where `is_whole`.
+    """All combinations, for `parametrize`; every second one is `slow`, unless `is_whole`.
 
-    Each value is in the others, and of three parameters or more each pair of values.
+    Each value is in those that are not slow, and of three parameters or more each pair of values.
     """
     return [
         pytest.param(

@@ -34,7 +34,7 @@ def _compressed(strategy: str, activations: dict[str, Any], **more: Any) -> dict
     }
 
 
-# What config.json says, by name; and how the scales lie: what they are of, and their suffix.
+# The quantisation config by name, and the layout of scales: what each covers, and its suffix.
 FORMATS: dict[str, tuple[dict[str, Any], str, str]] = {
     "block": (
         {
@@ -69,7 +69,7 @@ _LARGEST = 448.0
 
 
 def quantised(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(e4m3, the scales as a file has them, what both mean in float32)."""
+    """(e4m3, the scales as stored in the file, the dequantised weight in float32)."""
     outputs, inputs = weight.shape
     if kind == "channel":
         scale = weight.abs().amax(1, keepdim=True) / _LARGEST
@@ -90,7 +90,7 @@ def quantised(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def write_fp8_checkpoint(folder: Path, name: str, **settings: Any) -> PreTrainedModel:
-    """Write the checkpoint in the format `name`; return the model that it means."""
+    """Write the checkpoint in the format `name`; returns the model with its dequantised weights."""
     return _written.again(folder, name, **settings)
 
 

@@ -44,7 +44,7 @@ NUM_BLOCKS, LAYOUT = peer.NUM_BLOCKS, peer.LAYOUT
 
 @dataclass
 class Source:
-    """The process that owns the pool. `said`: what it said when it was ready."""
+    """The process that owns the pool. `said`: its line when it was ready."""
 
     incarnation: str
     process: subprocess.Popen[str]
@@ -94,6 +94,6 @@ def pull(window: PoolWindow, *pairs: BlockPair) -> PullOutcome:
 
 
 def holds(kv: CudaKvMemory, pair: BlockPair) -> bool:
-    """Whether all of the destination block is what the source announced."""
+    """Whether the whole destination block has the content that the source announced."""
     expected = peer.content(pair.source.block_id, pair.source.generation)
     return bool((kv.tensor[pair.destination].view(torch.int64) == expected).all())

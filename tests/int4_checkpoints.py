@@ -1,7 +1,7 @@
 """Tiny checkpoints in int4, in each format that Baton reads.
 
 Each comes with the same model in transformers with the dequantised weights, in float32. Independent
-of the code under test: numbers are chosen and packed here one by one, as the formats' own tools do
+of the code under test: values are chosen and packed here one by one, like the formats' own tools do
 (AutoGPTQ, AutoAWQ, compressed-tensors).
 """
 
@@ -70,7 +70,7 @@ def _compressed(group_size: int, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Format:
-    """What config.json says, and how numbers are chosen."""
+    """The quantisation config, and how values are chosen."""
 
     config: dict[str, Any]
     group_size: int
@@ -109,7 +109,7 @@ FORMATS = {
 
 @dataclass
 class Numbers:
-    """numbers [outputs, inputs] and zeros [outputs, groups] from 0 on, scales [outputs, groups]."""
+    """values [outputs, inputs] and zeros [outputs, groups] from 0 on, scales [outputs, groups]."""
 
     numbers: Tensor
     scale: Tensor
@@ -117,14 +117,14 @@ class Numbers:
 
     @property
     def meant(self) -> Tensor:
-        """In float32."""
+        """The dequantised weight, in float32."""
         size = self.numbers.shape[1] // self.scale.shape[1]
         zero, scale = (one.float().repeat_interleave(size, 1) for one in (self.zero, self.scale))
         return (self.numbers - zero) * scale
 
 
 def quantised(weight: Tensor, form: Format) -> Numbers:
-    """To the nearest."""
+    """The nearest int4 values."""
     outputs, inputs = weight.shape
     size = inputs if form.group_size == -1 else form.group_size
     grouped = weight.float().reshape(outputs, inputs // size, size)
@@ -141,7 +141,7 @@ def quantised(weight: Tensor, form: Format) -> Numbers:
 
 
 def packed(values: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """Eight along `dim` to a word: the n-th four bits have value order[n] of the eight."""
+    """Eight values along `dim` per word: its n-th four bits are value order[n] of the eight."""
     columns = values.movedim(dim, -1).long()
     columns = torch.nn.functional.pad(columns, (0, -columns.shape[-1] % 8))
     words = torch.zeros_like(columns[..., ::8])
@@ -152,13 +152,13 @@ def packed(values: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -
 
 
 def tensors_of(made: Numbers, form: Format) -> dict[str, Tensor]:
-    """What a file has of a weight, by suffix."""
+    """A weight's tensors in the file, by suffix."""
     outputs, inputs = made.numbers.shape
     groups = made.scale.shape[1]
     numbers, scale, zero = made.numbers.t(), made.scale.t().contiguous(), made.zero.t()
     if form.method == "gptq":
         is_old = int(form.config.get("checkpoint_format", "gptq") == "gptq")
-        # Zeros of 0 become 15, as by AutoGPTQ: no tool makes weights that have them.
+        # Zeros of 0 become 15, as in AutoGPTQ: no tool makes weights with such zeros.
         return {
             "qweight": packed(numbers, 0),
             "qzeros": packed((zero - is_old) % 16, 1),
@@ -182,7 +182,7 @@ def tensors_of(made: Numbers, form: Format) -> dict[str, Tensor]:
 
 
 def write_int4_checkpoint(folder: Path, name: str, **settings: Any) -> PreTrainedModel:
-    """Write the checkpoint in the format `name`; return the model that it means."""
+    """Write the checkpoint in the format `name`; returns the model with its dequantised weights."""
     return _written.again(folder, name, **settings)
 
 
@@ -195,7 +195,7 @@ def _write(folder: Path, name: str, *, is_sharded: bool = False, **changes: Any)
         is_projection = ".layers." in key and plain[key].ndim == 2 and ".gate.weight" not in key
         if is_projection or (key == "lm_head.weight" and form.has_head):
             numbers = quantised(plain.pop(key), form)
-            if form.method == "gptq":  # the older format has no zero of 0
+            if form.method == "gptq":  # the older format cannot store a zero of 0
                 numbers.zero.clamp_(min=1 if "v2" not in name else 0)
             meant[key] = numbers.meant
             module = key.removesuffix(".weight")

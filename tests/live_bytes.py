@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made in here had at once."""
+    """Measures the peak bytes of tensors created within the block."""
 
     def __init__(self) -> None:
         super().__init__()

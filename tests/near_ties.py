@@ -1,4 +1,4 @@
-"""An engine on a GPU, and the logit gap of its greedy tokens below an oracle's."""
+"""Greedy tokens of an engine on a GPU, and how far their logits are below an oracle's best."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 
-LENS = (1, 2, 17, 40, 130, 200, 300)  # prefill of one row, of few and of many
+LENS = (1, 2, 17, 40, 130, 200, 300)  # prefills of one row, of few and of many
 
 
 def engine_of(folder: Path, **changes: Any) -> LocalEngine:
@@ -25,8 +25,8 @@ def engine_of(folder: Path, **changes: Any) -> LocalEngine:
 
 
 def gaps(engine: LocalEngine, theirs: Any) -> list[float]:
-    """How far each token of prompts of LENS is below the oracle's best, in spreads of the
-    position's logits. `theirs` is a model of transformers. The engine ends."""
+    """How far each token of the outputs for LENS is below the oracle's best, in spreads of the
+    position's logits. `theirs` is a model of transformers. Closes the engine."""
     rng = random.Random(3)
     sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     vocab = range(3, theirs.config.vocab_size)

@@ -51,11 +51,11 @@ TINY_MODEL = {
     "max_position_embeddings": 2048,
     "initializer_range": 0.3,
 }
-OUR_MARK = f"nodes-{os.getpid()}"  # in the environment of every process that descends from a node
+OUR_MARK = f"nodes-{os.getpid()}"  # in the environment of every descendant of a node
 
 
 class NodeProcess:
-    """A launched node, or gateway. `said` are its lines so far, also shown when a test fails."""
+    """A launched node, or gateway. `said`: its output so far, also shown when a test fails."""
 
     def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
         self.name = name
@@ -77,7 +77,7 @@ class NodeProcess:
 
     @property
     def address(self) -> str:
-        """Known once the node is ready; waits for that."""
+        """The address; waits until the node is ready."""
         return self._ready.result(timeout=90)
 
     def engine_pids(self) -> list[int]:
@@ -89,7 +89,7 @@ class NodeProcess:
         return self.wait()
 
     def wait(self) -> int:
-        """Wait for its end and for its last words; returns its exit code."""
+        """Wait for its end and its last output; returns its exit code."""
         code = self.process.wait(timeout=20)
         self._reader.join()
         assert self.process.stdout is not None
@@ -115,7 +115,7 @@ def launch_program(
     environment: Mapping[str, str] | None = None,
     inside: str = "",
 ) -> NodeProcess:
-    """Start what the console script launch_`name` starts; `inside` of a network namespace."""
+    """Start the console script launch_`name`; `inside`: a network namespace."""
     prefix = ["ip", "netns", "exec", inside] if inside else []
     program = f"import sys; from baton.cli.launch import {name} as run; sys.exit(run())"
     process = subprocess.Popen(
@@ -138,16 +138,16 @@ def launch_program(
         | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "BATON_CLUSTER_SECRET": SECRET}
         | {MARK: OUR_MARK}
         | dict(environment or {}),
-        start_new_session=True,  # a Ctrl-C on the tests is not one on the node
+        start_new_session=True,  # a Ctrl-C on the tests must not reach the node
     )
     return NodeProcess(name, process)
 
 
-_MEMBERS_S = 60.0  # in which engines start
+_MEMBERS_S = 60.0  # limit for the start of engines
 
 
 async def members(redis_url: str, wanted: Callable[[Sequence[Member]], bool]) -> list[Member]:
-    """The directory's members once `wanted` holds of them."""
+    """The directory's members once `wanted` holds for them."""
     directory = RedisDirectory(RedisClient(redis_url, CLUSTER, ClusterSecret(SECRET)))
     try:
         async with asyncio.timeout(_MEMBERS_S):
@@ -161,10 +161,10 @@ async def members(redis_url: str, wanted: Callable[[Sequence[Member]], bool]) ->
 
 @dataclass
 class Heard:
-    """What one engine said about one request."""
+    """One engine's messages about one request."""
 
     tokens: list[int] = field(default_factory=list)
-    by_message: dict[int, list[int]] = field(default_factory=dict)  # the tokens; one has a step's
+    by_message: dict[int, list[int]] = field(default_factory=dict)  # tokens; one per step
     outputs: list[node_pb2.RequestOutput] = field(default_factory=list)
 
     @property
@@ -181,7 +181,7 @@ class Heard:
 
 
 class Session:
-    """A link to one engine. `ended` says why it is over."""
+    """A link to one engine. `ended`: the reason why it is over."""
 
     def __init__(self) -> None:
         self._reader: asyncio.StreamReader | None = None
@@ -195,7 +195,7 @@ class Session:
         self.ended: Exception | None = None
 
     async def dial(self, incarnation: str, secret: str | None, at: str | None) -> None:
-        """Shake hands; `ended` says it where that fails."""
+        """Perform the handshake; a failure is in `ended`."""
         try:
             connection = await asyncio.to_thread(
                 dial,
@@ -257,13 +257,13 @@ class Session:
         await self.write(node_pb2.GatewayMessage(cancel=cancel).SerializeToString())
 
     async def write(self, payload: bytes) -> None:
-        """Any frame."""
+        """Write any frame."""
         assert self._writer is not None
         self._writer.write(encode_payload(payload))
         await self._writer.drain()
 
     async def until(self, holds: Callable[[], bool], timeout_s: float = 40.0) -> None:
-        """Wait until something heard makes `holds` true."""
+        """Wait until a message makes `holds` true."""
         async with asyncio.timeout(timeout_s):
             while not holds():
                 self._changed.clear()
@@ -274,7 +274,7 @@ class Session:
 async def session(
     incarnation: str, secret: str | None = SECRET, *, at: str | None = None
 ) -> AsyncIterator[Session]:
-    """With an engine of this host, by its unix socket; or `at` a host:port."""
+    """A session with an engine on this host, by its unix socket; or `at` a host:port."""
     opened = Session()
     await opened.dial(incarnation, secret, at)
     reading = asyncio.create_task(opened.read())
@@ -294,7 +294,7 @@ async def ledgers(address: str) -> list[dict[str, Any]]:
 
 
 def is_idle(ledger: dict[str, Any]) -> bool:
-    """Nothing is held for anybody, and every block is somewhere."""
+    """No request or transfer holds anything, and every block is accounted for."""
     blocks = ledger["blocks"]
     assert (
         blocks["free"] + blocks["cached"] + blocks["held"] + blocks["reserved"] == (blocks["total"])
@@ -311,7 +311,7 @@ async def wait_idle(*addresses: str, timeout_s: float = 5.0) -> None:
 
 @asynccontextmanager
 async def health(address: str) -> AsyncIterator[Callable[[bool], Any]]:
-    """`await become(True)` waits until the node says that it serves, as `Watch` tells it."""
+    """`await become(True)` waits until the node reports by `Watch` that it serves."""
     async with grpc.aio.insecure_channel(address) as channel:
         call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
 
@@ -330,6 +330,6 @@ async def health(address: str) -> AsyncIterator[Callable[[bool], Any]]:
 
 
 def abstract_sockets() -> set[str]:
-    """The names of our abstract unix sockets on this host, whoever's they are."""
+    """The names of our abstract unix sockets on this host, of all processes."""
     with open("/proc/net/unix") as table:
         return {line.split()[-1] for line in table if "@baton" in line}

@@ -1,4 +1,4 @@
-"""Results that are equal up to rounding: the order of sums in a GEMM depends on shape and
+"""Results that are equal up to rounding: the order of sums in a GEMM depends on its shape and the
 processor.
 """
 
@@ -10,13 +10,13 @@ import pytest
 
 from baton.engine.execution.batch import SampledToken
 
-ROUNDING = 1e-5  # of a float32 log-probability; a wrong block moves one by far more than 1e-3
+ROUNDING = 1e-5  # of a float32 log-probability; a wrong block changes one by far more than 1e-3
 
 
 def assert_same_but_for_rounding(
     found: Sequence[SampledToken | None], wanted: Sequence[SampledToken | None]
 ) -> None:
-    """The same tokens with the same log-probabilities."""
+    """Assert the same tokens, with the same log-probabilities up to rounding."""
     for one, other in zip(found, wanted, strict=True):
         assert one is not None and other is not None
         assert one.token_id == other.token_id

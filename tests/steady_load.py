@@ -13,7 +13,7 @@ _PAUSE_S = 0.05
 
 @dataclass
 class SteadyLoad:
-    """`ask` gets one prompt's answer, whatever that is; each prompt has a client of its own."""
+    """`ask` returns the output for a prompt, of any type; each prompt has its own client."""
 
     ask: Callable[[str], Awaitable[object]]
     expected: dict[str, object] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class SteadyLoad:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Until the end; then raises what any of them met."""
+        """Run the clients within the block; raises any of their errors at its end."""
         self.expected = {prompt: await self.ask(prompt) for prompt in PROMPTS}
         calls = [asyncio.create_task(self._repeat(prompt)) for prompt in PROMPTS]
         try:
@@ -40,7 +40,7 @@ class SteadyLoad:
                     raise outcome
 
     async def progress(self) -> None:
-        """Wait until as many answers more have come as there are clients."""
+        """Wait until there are as many new outputs as clients."""
         wanted = self.num_right + len(PROMPTS)
         async with asyncio.timeout(30):
             while self.num_right < wanted:  # noqa: ASYNC110

@@ -1,13 +1,13 @@
 """Triton's interpreter as the tests use it: with fixes of its bugs, and without redundant work that
-was half of its time.
+took half of its time.
 
-    every call of a kernel's function   Triton replaces all of its language once more: here once a
+    every call of a kernel's function   Triton patches its whole language again: here once per
                                         launch, for each set of language modules
-    every sum and product of integers   Triton checks for 64-bit overflow, but asserts it only
-                                        with its debug option: here it checks only with it
-    every array                         Triton makes a table of types anew: here it is kept
-    every value                         Triton makes its type and its shape anew, each of a dozen
-                                        objects: here they are made once for each type
+    every integer sum and product       Triton checks for 64-bit overflow, but asserts it only
+                                        with its debug option: here it checks only with that
+    every array                         Triton rebuilds a table of types: here it is cached
+    every value                         Triton rebuilds its type and shape, of a dozen objects
+                                        each: here they are made once per type
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton.runtime import interpreter
 
 
 def prepare() -> None:
-    """Before any kernel runs in it."""
+    """Install all fixes, before any kernel runs in the interpreter."""
     _accept_arrays_of_one_element()
     _replace_language_once_a_launch()
     _keep_types_of_arrays()
@@ -34,7 +34,7 @@ def prepare() -> None:
 
 
 def _accept_arrays_of_one_element() -> None:
-    """Triton 3.6 calls int() on them, which numpy 2.4 no longer allows."""
+    """Triton 3.6 calls int() on one-element arrays, which numpy 2.4 no longer allows."""
     patch = interpreter._patch_lang_tensor
 
     def patch_with_index(tensor: Any, scope: Any) -> None:
@@ -45,7 +45,7 @@ def _accept_arrays_of_one_element() -> None:
 
 
 def _keep_types_of_arrays() -> None:
-    """By name: types of pointers have no hash."""
+    """Cache by name: pointer types have no hash."""
     find, found = interpreter._get_np_dtype, {}
 
     def find_once(dtype: Any) -> Any:
@@ -57,7 +57,7 @@ def _keep_types_of_arrays() -> None:
 
 
 def _keep_types_of_values() -> None:
-    """What is kept of a type of blocks depends on its name, but for the type of its elements."""
+    """Values cached for a block type depend on its name, except the type of its elements."""
     core, semantic = language.core, interpreter.TritonSemantic
     of_block, broadcast = core.block_type.__init__, semantic.broadcast_impl_value
     equals, unwrap = core.dtype.__eq__, core._unwrap_if_constexpr
@@ -111,7 +111,7 @@ def _keep_types_of_values() -> None:
 
 
 def _call_builtins_directly() -> None:
-    """Triton copies the arguments by name, then looks whether one is there that it has added."""
+    """Triton copies the arguments by name, then looks for an argument that it has added."""
     semantic = interpreter.interpreter_semantic
 
     def patch(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
@@ -127,7 +127,7 @@ def _call_builtins_directly() -> None:
 
 
 def _replace_language_once_a_launch() -> None:
-    """A function that another one calls finds it replaced by the functions called before it."""
+    """A function called by another one finds the language patched by its callers."""
     patch, call = interpreter._patch_lang, interpreter.InterpretedFunction.__call__
     replaced: set[frozenset[int]] = set()
     is_nested = False

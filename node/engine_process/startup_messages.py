@@ -36,7 +36,7 @@ class Settings:
 def read_settings(frames: FrameSocket) -> Settings:
     payload = frames.receive()
     if payload is None:
-        raise ConnectionError("no configuration came")
+        raise ConnectionError("received no configuration")
     configuration = engine_pb2.EngineInput.FromString(payload).configure
     return msgspec.json.decode(configuration, type=Settings)
 

@@ -104,7 +104,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         roles: Sequence[str],
     ) -> None:
         if self.num_pending >= MAX_PENDING:
-            raise Overloaded("too many callers have not proven yet who they are")
+            raise Overloaded("too many callers are still in the handshake")
         self.num_pending += 1
         try:
             async with asyncio.timeout(ADMIT_S):
@@ -120,9 +120,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         except TimeoutError:
             raise Unauthenticated("the handshake takes too long") from None
         except DecodeError:
-            raise Unauthenticated("what came is no message of a handshake") from None
+            raise Unauthenticated("the message is no part of a handshake") from None
         except StopAsyncIteration:
-            raise Unauthenticated("the stream ended within the handshake") from None
+            raise Unauthenticated("the stream ended during the handshake") from None
         finally:
             self.num_pending -= 1
 

@@ -30,7 +30,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Target]:
-    """Without keys. Session-wide: its state is shared by all tests."""
+    """A gateway without keys. Session-wide: all tests share its state."""
     with running(tmp_path_factory.mktemp("open"), {"model": str(model_dir)}) as started:
         yield started
 

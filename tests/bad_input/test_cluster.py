@@ -1,7 +1,7 @@
-"""Engines that receive frames that no gateway and no peer of ours sends: B81 to B86.
+"""Engines that receive frames that no gateway or peer of ours sends: B81 to B86.
 
 The sender has the cluster's secret, so such frames come from a bug or a foreign version. They may
-fail the sender only: no exception, no leaked block, no wrong token of another request.
+only fail the sender: no exception, no leaked block, no wrong token of another request.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _linked() -> NodeWorld:
 
 
 def _gateway_frame(rng: random.Random, number: int) -> bytes:
-    """No protobuf at all, sometimes."""
+    """A dispatch with mutated bytes, sometimes no valid protobuf at all."""
     one = request(number, rng.randrange(1, 40), max_tokens=rng.randrange(1, 9))
     pair = rng.choice(((SOURCE, PULLER), (SOURCE, PULLER), (PULLER, SOURCE), ("", ""), None))
     ticket = None if pair is None else Ticket(one.request_id, *pair)
@@ -79,7 +79,7 @@ def _peer_frame(rng: random.Random, number: int) -> bytes:
 
 
 def _assert_well(world: NodeWorld, number: int) -> None:
-    """Everything of the gateway that sent nonsense is gone, and a good request is served."""
+    """The state of the faulty gateway is gone, and a good request succeeds."""
     for node in (world.prefill, world.decode):
         node.lose_gateway("strange")
     world.clock.advance(LEASE_S + 1)
@@ -118,7 +118,8 @@ def test_strange_dispatches(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(_NUM_ROUNDS))
 def test_strange_peer_messages(seed: int) -> None:
-    """Between those of a hand-off that goes on; it ends well or with an error, the pair too."""
+    """With a strange message within a hand-off, it completes or ends with an error, and so does the
+    pair."""
     rng, world = random.Random(seed), _linked()
     for i in range(_PER_ROUND):
         number = 1000 * seed + i

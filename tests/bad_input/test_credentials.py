@@ -25,7 +25,7 @@ def _request(max_tokens: int = 3, prompt: str = PROMPT) -> inference_pb2.Generat
 
 
 def _both(keyed: Keyed, headers: Sequence[tuple[str, str]]) -> tuple[Answer, Answer]:
-    """A good request with these headers over HTTP, and as gRPC's metadata."""
+    """A good request with these headers over HTTP, and as gRPC metadata."""
     body = json.dumps(GOOD).encode()
     head = [
         "POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json",
@@ -61,7 +61,7 @@ def test_a_good_key_beside_another_is_no_key(keyed: Keyed) -> None:
 
 
 def test_a_key_of_a_megabyte(keyed: Keyed) -> None:
-    """B58: refused by its size, before it is looked at."""
+    """B58: a key of a megabyte is refused by its size, before it is compared."""
     over_http = keyed.target.post("/v1/completions", GOOD, Authorization="Bearer " + "x" * 10_000)
     assert (over_http.status, over_http.code) == (431, "headers_too_large")
     over_grpc = keyed.target.generate(_request(), [("authorization", "Bearer " + "x" * (1 << 20))])
@@ -69,7 +69,7 @@ def test_a_key_of_a_megabyte(keyed: Keyed) -> None:
 
 
 def test_no_model_is_told_to_who_may_not_use_it(keyed: Keyed) -> None:
-    """B59: allowed elsewhere alone; the answer is the one for a model that does not exist."""
+    """B59: a model that this key may not use gets the response of one that does not exist."""
     bearer = keyed.bearer("elsewhere")
     metadata = [("authorization", bearer["Authorization"])]
     for model in ("demo", "another", "no-such"):
@@ -96,7 +96,7 @@ def test_a_scope_goes_no_further(keyed: Keyed) -> None:
 
 
 def test_a_limit_of_requests(keyed: Keyed) -> None:
-    """B61: whichever front they come by."""
+    """B61: both fronts count towards one limit."""
     bearer = keyed.bearer("slow")
     metadata = [("authorization", bearer["Authorization"])]
     assert keyed.target.post("/v1/completions", GOOD, **bearer).status == 200
@@ -117,7 +117,7 @@ def test_a_limit_of_tokens(keyed: Keyed) -> None:
 
 
 def test_a_limit_of_streams(keyed: Keyed) -> None:
-    """B62: a body that does not come holds no place; a call that runs does."""
+    """B62: an incomplete body takes no slot; a running call does."""
     bearer = keyed.bearer("single")
     assert keyed.target.post("/v1/completions", GOOD, **bearer).status == 200
     two = keyed.target.post("/v1/completions", GOOD | {"prompt": ["a", "b"]}, **bearer)
@@ -147,7 +147,8 @@ INTERNAL_CALLS = [
 def test_internal_calls_are_not_on_the_public_port(
     target: Target, keyed: Keyed, method: str, data: bytes
 ) -> None:
-    """B78: with or without a key, and the reflection does not know them either."""
+    """B78: with or without a key, internal methods are absent, and reflection does not list
+    them."""
     bearer = [("authorization", f"Bearer {keyed.keys['plain']}")]
     for place, metadata in ((target, []), (keyed.target, bearer)):
         assert place.call(method, data, metadata).status == "UNIMPLEMENTED"
@@ -155,7 +156,7 @@ def test_internal_calls_are_not_on_the_public_port(
 
 @pytest.mark.parametrize("method", ["GetLedgers", "GetMembers"])
 def test_a_clients_key_opens_no_node(keyed: Keyed, method: str) -> None:
-    """B78: nodes ask for the cluster's secret, and a client's key is none."""
+    """B78: nodes require the cluster's secret, and reject a client's key."""
     key = keyed.keys["plain"]
     with closing(keyed.target.open_channel(keyed.target.node_port)) as channel:
         proof = node_pb2.GetLedgersRequest(handshake=key.encode()).SerializeToString()
@@ -166,7 +167,7 @@ def test_a_clients_key_opens_no_node(keyed: Keyed, method: str) -> None:
 
 
 def test_a_clients_key_opens_no_engine(keyed: Keyed) -> None:
-    """B78: engines ask for the cluster's secret too."""
+    """B78: engines require the cluster's secret too."""
     address, engine = f"127.0.0.1:{keyed.target.engine_port}", keyed.target.incarnation
     for key in (handshake_key(keyed.keys["plain"]), handshake_key(None)):
         with pytest.raises(NodeLost, match="hung up"):
@@ -176,7 +177,8 @@ def test_a_clients_key_opens_no_engine(keyed: Keyed) -> None:
 
 
 def test_foreign_pages(target: Target) -> None:
-    """B91: names that are not ours, pages of others, a web socket from one."""
+    """B91: foreign host names, cross-origin requests, and a web socket from another origin are
+    refused."""
     cases = [
         ("Host: evil.example\r\n", 421),
         ("", 400),
@@ -195,7 +197,7 @@ def test_foreign_pages(target: Target) -> None:
 
 
 def test_a_label_of_many_characters_or_with_markup(target: Target) -> None:
-    """B54, B91: a client's name for a call is bounded, and comes back as text if at all."""
+    """B54, B91: a client's label for a call is limited in length, and returned only as text."""
     message = _request()
     message.request_id = "x" * 257
     answer = target.generate(message)
@@ -209,7 +211,7 @@ def test_a_label_of_many_characters_or_with_markup(target: Target) -> None:
 
 
 def test_ports_are_not_shared(target: Target) -> None:
-    """F34's kin: nobody can listen beside us."""
+    """Like F34: no other process can listen on our ports."""
     for port in (target.http_port, target.grpc_port):
         with socket.socket() as plain:
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

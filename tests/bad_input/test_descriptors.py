@@ -65,7 +65,7 @@ def test_too_many_connections_of_http_are_answered(poor: Target) -> None:
             refused = ask(poor)
             assert (refused.status, refused.code) == (503, "unavailable")
         assert poor.num_files() < _MAX_FILES - 8, "what is spared is not used up"
-        held[0].sendall(_GET)  # who was before goes on
+        held[0].sendall(_GET)  # earlier connections still work
         assert read_answer(held[0]).status == 200
         assert poor.log().count("HTTP connections are refused") == 1
         began_s, began_cpu_s = time.monotonic(), cpu_s(poor)
@@ -95,12 +95,12 @@ def test_too_many_connections_over_tls_are_answered(poor_over_tls: Target) -> No
             if answer.status == 503:
                 break
             _, answer = ask_over_tls(stack)
-        for _ in range(20):  # more than are told so at once
+        for _ in range(20):  # more than get a response at the same time
             with ExitStack() as of_one:
                 _, refused = ask_over_tls(of_one)
             assert (refused.status, refused.code) == (503, "unavailable")
         assert poor_over_tls.num_files() < _MAX_FILES - 8, "what is spared is not used up"
-        first.sendall(_GET)  # who was before goes on
+        first.sendall(_GET)  # earlier connections still work
         assert read_answer(first).status == 200
     began_s = time.monotonic()
     while not _answers_over_tls(poor_over_tls):
@@ -108,7 +108,8 @@ def test_too_many_connections_over_tls_are_answered(poor_over_tls: Target) -> No
 
 
 def test_connections_that_never_shake_hands_are_counted(poor_over_tls: Target) -> None:
-    """Of those that are too many a few may shake hands, to be told so; the others are closed."""
+    """A few excess connections may complete the handshake and get a response; the others are
+    closed."""
     with ExitStack() as stack:
         silent = [stack.enter_context(poor_over_tls.connect()) for _ in range(_MAX_FILES)]
         assert read_to_end(silent[-1], 5.0) == b""

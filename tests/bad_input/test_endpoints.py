@@ -1,5 +1,5 @@
-"""Every route has bad requests: POSTs have rows of the table, the login has forms, and reads have
-unsupported input.
+"""Every route is tested with bad requests: POSTs by rows of the table, the login by forms, and
+reads by unsupported input.
 """
 
 from __future__ import annotations

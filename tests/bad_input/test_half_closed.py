@@ -1,5 +1,5 @@
 """A FIN while a response is pending: a half-closed client gets its response, a closed one is
-noticed.
+detected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HEAD = b"POST /%s HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
 
 
 class Server:
-    """`whole` and `stream` answer once `go` is set, a stream after its first event."""
+    """`whole` and `stream` respond once `go` is set, a stream after its first event."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -50,7 +50,7 @@ class Server:
         return response
 
     async def connect(self, path: bytes, body: bytes = b"{}") -> socket.socket:
-        """A socket that has sent a request, whose answer has begun if its body is whole."""
+        """A socket that has sent a request; if its body is complete, the handler has started."""
         plain = socket.create_connection(("127.0.0.1", self.port))
         plain.setblocking(False)
         plain.sendall(_HEAD % path + body)
@@ -109,7 +109,7 @@ async def test_who_half_closes_is_answered(
             plain.sendall(_HEAD % path + b"{}")
         plain.shutdown(socket.SHUT_WR)
         await server.began.wait()
-        await asyncio.sleep(0.1)  # a look at it or two
+        await asyncio.sleep(0.1)  # time for a poll or two
         server.go.set()
         answer = await read_to_end(plain)
     assert b"HTTP/1.1 200 OK" in answer and answer.endswith(end), answer
@@ -126,16 +126,16 @@ async def test_several_requests_before_the_fin_are_all_answered(server: Server) 
 @pytest.mark.parametrize("path", [b"whole", b"stream"])
 @pytest.mark.parametrize("how", ["close", "reset", "half_close_first"])
 async def test_who_went_away_is_noticed(server: Server, path: bytes, how: str) -> None:
-    """Without a token that is written meanwhile."""
+    """A closed connection is detected without any token being written."""
     plain = await server.connect(path)
     await asyncio.sleep(0)
     if path == b"stream":
-        await asyncio.get_running_loop().sock_recv(plain, 65536)  # or closing would be a reset
+        await asyncio.get_running_loop().sock_recv(plain, 65536)  # else closing sends RST
     if how == "reset":
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     if how == "half_close_first":
         plain.shutdown(socket.SHUT_WR)
-        await asyncio.sleep(0.1)  # the interim answer lies there unread: closing is a reset
+        await asyncio.sleep(0.1)  # the unread interim response makes closing a reset
     left_s = time.monotonic()
     plain.close()
     async with asyncio.timeout(2):

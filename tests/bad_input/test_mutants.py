@@ -28,10 +28,10 @@ from baton.gateway.http.protocol.body import parse_object
 from baton.gateway.validation.validation import ModelLimits
 from baton.proto.v1 import inference_pb2
 
-# Of so many requests, so many by each way.
+# The share of requests sent in each way.
 _SHARES = {"http": 0.70, "heads": 0.02, "grpc": 0.10, "validators": 0.18}
 _NUM_THREADS = 4
-_HANG_S = 20.0  # two seconds on a machine of its own
+_HANG_S = 20.0  # two seconds on an otherwise idle machine
 _MAX_GROWTH_BYTES = (
     256 << 20
 )  # the live page's window: a quarter of a MiB a second, until it is full
@@ -59,7 +59,7 @@ def _run(target: Target, num_requests: int, seed: int) -> None:
     ways: dict[str, Callable[[Target, int, int], Counter[str]]] = {
         "http": _over_http, "heads": _heads, "grpc": _over_grpc, "validators": _validators,
     }  # fmt: skip
-    _way(ways["http"], target, 200, seed + 1)  # warm: what is built once is no growth
+    _way(ways["http"], target, 200, seed + 1)  # warm-up: one-time allocations
     warm_bytes = target.rss_bytes()
     for name, way in ways.items():
         began_s = time.monotonic()
@@ -102,7 +102,8 @@ def _over_http(target: Target, num_requests: int, seed: int) -> Counter[str]:
 def _batch(
     plain: socket.socket, file: socket.SocketIO, rng: random.Random, verdicts: Counter[str]
 ) -> bool:
-    """Send some requests at once and read their answers; whether the connection still stands."""
+    """Send some requests at once and read their responses; returns whether the connection is still
+    open."""
     sent = [mutated_body(rng) for _ in range(_PIPELINED)]
     plain.sendall(b"".join(http_head(path, len(body)) + body for path, body in sent))
     for path, body in sent:
@@ -115,7 +116,8 @@ def _batch(
 
 
 def _next_status(file: socket.SocketIO) -> tuple[int, bool]:
-    """Of the next answer, which is read to its end; whether it is the last on this connection."""
+    """The next response's status, after reading it to its end, and whether it is the last on this
+    connection."""
     line = file.readline()
     version, _, rest = line.partition(b" ")
     assert version in (b"HTTP/1.1", b"HTTP/1.0"), line
@@ -138,7 +140,7 @@ def _next_status(file: socket.SocketIO) -> tuple[int, bool]:
 
 
 def _heads(target: Target, num_requests: int, seed: int) -> Counter[str]:
-    """What the server waits for more of is left after a moment."""
+    """A request that the server waits to complete is abandoned after a moment."""
     rng, verdicts = random.Random(seed), Counter[str]()
     for _ in range(num_requests):
         head = mutated_head(rng)
@@ -186,7 +188,7 @@ def _over_grpc(target: Target, num_requests: int, seed: int) -> Counter[str]:
 
 
 def _validators(target: Target, num_requests: int, seed: int) -> Counter[str]:
-    """Without a socket between: what they may raise, and nothing else."""
+    """The validators without a socket: they may raise certain errors only."""
     rng, verdicts = random.Random(seed), Counter[str]()
     limits = ModelLimits("demo", 264, 512, 384, 384)
     for number in range(num_requests):

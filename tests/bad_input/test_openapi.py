@@ -41,7 +41,7 @@ def _search(target: Target, path: str, num_requests: int, number: int) -> None:
         specs.status_code_conformance,
         specs.content_type_conformance,
     )
-    of_whole_answers = (*of_all, specs.response_schema_conformance)  # a stream's is of its data
+    of_whole_answers = (*of_all, specs.response_schema_conformance)  # a stream has its data's
     document = json.loads(target.http("GET", "/openapi.json").text)
     schema = schemathesis.openapi.from_dict(document)
     schema.config.update(base_url=f"http://127.0.0.1:{target.http_port}")
@@ -69,7 +69,7 @@ def _search(target: Target, path: str, num_requests: int, number: int) -> None:
         ask()
 
 
-@pytest.mark.filterwarnings("ignore")  # the tool's own
+@pytest.mark.filterwarnings("ignore")  # the tool's own warnings
 @pytest.mark.parametrize("path", [*_GENERATING, *_READING])
 def test_what_the_document_says(target: Target, path: str) -> None:
     _search(target, path, 5 if path in _GENERATING else 3, 1)

@@ -24,7 +24,7 @@ SERVICES = {
     "baton.v1.Inference", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection",
 }  # fmt: skip
 
-# B65: what other servers have had there.
+# B65: paths that other servers have.
 ABSENT = [
     "/", "/v1", "/v1/", "/v1/nope", "/V1/models", "//v1/models", "/v1//models", "/v1/models/",
     "/v1/../admin", "/v1/%2e%2e/admin", "/v1/..%2fadmin", "/%2e%2e/%2e%2e/etc/passwd", "/admin",
@@ -46,7 +46,7 @@ POOLING = [
 
 
 def test_these_routes_and_no_others(target: Target) -> None:
-    """HEAD is as good as the GET that it stands for."""
+    """The server has exactly these routes; HEAD counts like its GET."""
     found: dict[str, set[str]] = {}
     for method, path in target.routes:
         if method != "HEAD":
@@ -71,7 +71,7 @@ def test_absent_paths(target: Target, path: str) -> None:
     ("path", "instead"),
     [
         ("/v1/responses/resp_1/cancel", "GET and DELETE /v1/responses/{response_id}"),
-        ("/v1/messages/batches", "no files"),
+        ("/v1/messages/batches", "files are not supported"),
         ("/messages", "the path is /v1/messages"),
         ("/api/chat", "POST /v1/chat/completions"),
         *((path, "no embeddings and no scores") for path in POOLING),
@@ -105,7 +105,7 @@ def test_other_methods_of_routes(target: Target) -> None:
 
 @pytest.mark.parametrize("name", ["x", "resp_" + "0" * 32, "a" * 5000, "%00", "..%2f..", "%f0%9f"])
 def test_responses_that_are_not_kept(target: Target, name: str) -> None:
-    """B90: by their ids."""
+    """B90: GET and DELETE of a response id that is not stored return 404."""
     for method in ("GET", "DELETE"):
         answer = target.http(method, f"/v1/responses/{name}")
         assert (answer.status, answer.code) in (
@@ -117,7 +117,8 @@ def test_responses_that_are_not_kept(target: Target, name: str) -> None:
 
 
 def test_these_services_and_no_others(target: Target) -> None:
-    """As the reflection tells; what it does not tell is tried in test_credentials.py."""
+    """Reflection lists exactly these services; unlisted methods are called in
+    test_credentials.py."""
     stub = target.channel.stream_stream(
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
         request_serializer=ServerReflectionRequest.SerializeToString,
@@ -134,7 +135,7 @@ def test_these_services_and_no_others(target: Target) -> None:
      "/inference.GRPCInferenceService/ModelInfer", "/../baton.v1.Node/GetLedgers"],
 )  # fmt: skip
 def test_absent_methods(target: Target, method: str) -> None:
-    """B76."""
+    """B76: methods that do not exist get an error."""
     answer = target.call(method, b"")
     assert answer.status in ("UNIMPLEMENTED", "INTERNAL"), answer
     assert not LEAKS.search(answer.text)

@@ -1,7 +1,7 @@
 """Which test covers which kind of bad request. When a test moves, its name here must be updated.
 
-Kinds of table.py are in its rows' ids; all other kinds are listed here, and kinds that the rows
-cover only in part. `OPEN`: what no test covers, and why.
+Kinds in table.py are in its rows' ids; all other kinds are listed here, as are kinds that the rows
+cover only in part. `OPEN`: kinds without a test, and why.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _KINDS = [
     *range(46, 53), *range(54, 60), *range(61, 66), *range(67, 82), 83, 85, 86, 88, 89, 91,
     *range(93, 97),
 ]  # fmt: skip
-_NONE = {10, 22, 30, 38, 53, 60, 66, 82}  # numbers that no kind has
+_NONE = {10, 22, 30, 38, 53, 60, 66, 82}  # unused numbers
 _TESTS = Path(__file__).resolve().parents[1]
 
 

@@ -1,4 +1,4 @@
-"""Bytes on sockets: heads, pipelines, HTTP/2 by hand, silent clients, too many clients."""
+"""Bytes on sockets: heads, pipelines, hand-made HTTP/2, silent clients, too many clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def hasty(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Target]:
-    """A gateway with little patience and room for few."""
+    """A gateway with short timeouts and few slots."""
     config = {
         "model": str(model_dir), "head_s": 1.0, "idle_s": 2.0, "body_s": 1.0, "unread_s": 1.0,
         "max_connections": 32,
@@ -89,14 +89,14 @@ def test_heads(target: Target, name: str) -> None:
     with target.connect() as plain:
         plain.sendall(sent)
         answer = read_to_end(plain)
-    # What was sent behind the verdict may reset the connection before the verdict is read.
+    # Data sent after the verdict may reset the connection before the verdict is read.
     assert not answer or answer[9:12] == str(status).encode(), answer
     assert not LEAKS.search(answer.decode("latin-1")), answer
     target.http("GET", "/live")
 
 
 def test_a_few_ranges_are_the_whole_file(target: Target) -> None:
-    """B70: files come whole or not at all."""
+    """B70: a request for ranges gets the whole file."""
     whole = target.http("GET", "/dashboard")
     part = target.http("GET", "/dashboard", headers={"Range": "bytes=0-0,1-1,2-2"})
     assert (part.status, part.text) == (200, whole.text)
@@ -104,7 +104,7 @@ def test_a_few_ranges_are_the_whole_file(target: Target) -> None:
 
 
 def test_garbage_does_not_flood_the_log(target: Target) -> None:
-    """B71."""
+    """B71: garbage on many connections writes few log lines."""
     before = len(target.log())
     for _ in range(300):
         with target.connect() as plain:
@@ -126,7 +126,7 @@ def test_a_thousand_at_once_are_answered_in_order(target: Target) -> None:
 
 
 def test_nothing_is_read_behind_a_body_that_is_refused(target: Target) -> None:
-    """What follows a refused body is no request of its own."""
+    """Bytes after a refused body are not parsed as another request."""
     head = b"POST /v1/completions HTTP/1.1\r\n" + _HOST + b"Content-Type: text/plain\r\n"
     smuggled = _GET + b"\r\n"
     with target.connect() as plain:
@@ -135,11 +135,11 @@ def test_nothing_is_read_behind_a_body_that_is_refused(target: Target) -> None:
     assert answer.count(b"HTTP/1.") == 1 and answer.startswith(b"HTTP/1.1 415")
 
 
-# --- HTTP/2 by hand -------------------------------------------------------------------------------
+# --- hand-made HTTP/2 -----------------------------------------------------------------------------
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _SETTINGS, _HEADERS, _CONTINUATION, _PING, _RESET, _WINDOW, _GOAWAY = 4, 1, 9, 6, 3, 8, 7
-_TABLE_SIZE, _MAX_CONCURRENT_STREAMS = 1, 3  # among settings
+_TABLE_SIZE, _MAX_CONCURRENT_STREAMS = 1, 3  # ids of settings
 _LAST_PING = b"the last"
 _ENHANCE_YOUR_CALM = 11
 _END_STREAM, _END_HEADERS = 1, 4
@@ -152,7 +152,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _hpack(*headers: tuple[bytes, bytes]) -> bytes:
-    """Each as a literal that is not indexed."""
+    """Encode each header as a literal without indexing."""
 
     def text(value: bytes) -> bytes:
         assert len(value) < 127
@@ -171,7 +171,7 @@ def _call_head(**changes: bytes) -> bytes:
 
 
 def _flood(target: Target, frames: Iterator[bytes], max_bytes: int) -> None:
-    """Send until the server closes, or it has all been taken; then it must be well."""
+    """Send until the server closes or all is sent; then check that it serves."""
     before = target.rss_bytes()
     num_sent = 0
     with target.connect(target.grpc_port) as plain:
@@ -184,14 +184,14 @@ def _flood(target: Target, frames: Iterator[bytes], max_bytes: int) -> None:
                 if num_sent >= max_bytes:
                     break
         except OSError:
-            pass  # closed, or it reads no more
-    # Half a GiB of continuations grew it by 140 MiB, once: gRPC reads them all and drops them.
+            pass  # closed, or no longer read
+    # Half a GiB of continuations grew it by 140 MiB once: gRPC reads and drops them.
     assert target.rss_bytes() - before < 256 * _MIB
     _until_it_serves(target)
 
 
 def test_a_flood_of_continuations(target: Target) -> None:
-    """B73."""
+    """B73: endless CONTINUATION frames neither use up memory nor stop other calls."""
 
     def frames() -> Iterator[bytes]:
         yield _frame(_HEADERS, 0, 1, _call_head())
@@ -202,7 +202,8 @@ def test_a_flood_of_continuations(target: Target) -> None:
 
 
 def test_a_bomb_of_references(target: Target) -> None:
-    """B73: one large header in the table, named by a byte each time."""
+    """B73: a header in the HPACK table, referenced by one byte each time, does not use up
+    memory."""
     large = b"\x40\x01a\x7f\x80\x1e" + b"x" * (127 + 15 * 256 - 0)  # 3967 bytes, indexed
 
     def frames() -> Iterator[bytes]:
@@ -213,15 +214,15 @@ def test_a_bomb_of_references(target: Target) -> None:
 
 
 class _Wire(threading.Thread):
-    """Reads frames of a connection until it ends, so that the server can go on writing."""
+    """Reads frames until the connection ends, so that the server can continue to write."""
 
     def __init__(self, plain: socket.socket) -> None:
         super().__init__(daemon=True)
         self._plain = plain
-        self.frames: list[tuple[int, bytes]] = []  # kind and payload, but of pings and windows
+        self.frames: list[tuple[int, bytes]] = []  # kind and payload, without pings and windows
 
     def run(self) -> None:
-        """Up to the answer to the last ping."""
+        """Read up to the response to the last ping."""
         with suppress(OSError), self._plain.makefile("rb") as file:
             while len(head := file.read(9)) == 9:
                 payload = file.read(int.from_bytes(head[:3]))
@@ -235,7 +236,7 @@ class _Wire(threading.Thread):
 
 
 def _answers_to(target: Target, frames: Iterable[bytes]) -> _Wire:
-    """What the server says to these, until it closes or answers a ping behind them."""
+    """The server's frames in response to these, until it closes or acknowledges a final ping."""
     with target.connect(target.grpc_port) as plain:
         wire = _Wire(plain)
         wire.start()
@@ -250,7 +251,8 @@ def _answers_to(target: Target, frames: Iterable[bytes]) -> _Wire:
 
 
 def test_the_number_of_streams_is_announced(target: Target) -> None:
-    """B72: as many as there may be requests, and some for calls that are refused or abort."""
+    """B72: the announced limit is that of requests, and some more for calls that are refused or
+    abort."""
     wire = _answers_to(target, [])
     settings = wire.of(_SETTINGS)[0]
     pairs = dict(struct.unpack_from(">HI", settings, at) for at in range(0, len(settings), 6))
@@ -258,7 +260,7 @@ def test_the_number_of_streams_is_announced(target: Target) -> None:
 
 
 def test_who_floods_with_pings_is_told_to_go(target: Target) -> None:
-    """B77."""
+    """B77: a flood of pings ends with GOAWAY."""
     wire = _answers_to(target, (_frame(_PING, 0, 0, b"12345678") for _ in range(20_000)))
     (farewell,) = wire.of(_GOAWAY)
     assert farewell[4:] == struct.pack(">I", _ENHANCE_YOUR_CALM) + b"too_many_pings"
@@ -267,8 +269,8 @@ def test_who_floods_with_pings_is_told_to_go(target: Target) -> None:
 
 @pytest.mark.parametrize("has_body", [False, True])
 def test_rapid_resets_cost_others_nothing(target: Target, has_body: bool) -> None:
-    """B72: what is opened beyond the limit before resets were looked at is refused unseen; how much
-    that is depends on who is faster."""
+    """B72: streams opened beyond the limit before their resets are processed are refused unread;
+    how many depends on timing."""
     message = inference_pb2.GenerateRequest(text="hello").SerializeToString()
     body = b"\0" + struct.pack(">I", len(message)) + message
 
@@ -292,7 +294,7 @@ def test_rapid_resets_cost_others_nothing(target: Target, has_body: bool) -> Non
 
 
 def test_a_flood_of_settings_and_windows(target: Target) -> None:
-    """B73."""
+    """B73: floods of SETTINGS and WINDOW_UPDATE frames are survived."""
 
     def small() -> Iterator[bytes]:
         for _ in range(3_000):
@@ -305,7 +307,7 @@ def test_a_flood_of_settings_and_windows(target: Target) -> None:
     ("num_bytes", "status"), [(8 << 10, "OK"), (17 << 10, "RESOURCE_EXHAUSTED")]
 )
 def test_the_cap_of_metadata(target: Target, num_bytes: int, status: str) -> None:
-    """B68."""
+    """B68: metadata above the limit is refused."""
     message = inference_pb2.GenerateRequest(text="x")
     message.sampling.max_tokens = 1
     assert target.generate(message, [("x-junk", "x" * num_bytes)]).status == status
@@ -318,12 +320,12 @@ _INTERNAL, _DEADLINE_EXCEEDED, _OK = b"13", b"4", b"0"
     ("timeout", "allowed"),
     [(timeout, [_INTERNAL]) for timeout in (b"wat", b"", b"1", b"1X", b"-1S", b"1.5S", b"1S1S")]
     + [(b"0S", [_DEADLINE_EXCEEDED]), (b"0n", [_DEADLINE_EXCEEDED])]
-    + [(b"1n", [_DEADLINE_EXCEEDED, _OK])]  # it may be answered before gRPC's timer fires
+    + [(b"1n", [_DEADLINE_EXCEEDED, _OK])]  # may succeed before gRPC's timer fires
     + [(b"99999999H", [_OK]), (b"60S", [_OK])],
 )
 def test_deadlines(target: Target, timeout: bytes, allowed: list[bytes]) -> None:
-    """B56. gRPC itself reads `grpc-timeout` and refuses what it cannot read, before any code of
-    ours, by INTERNAL; of the stream alone, whose connection goes on."""
+    """B56: gRPC itself parses `grpc-timeout` and rejects invalid values with INTERNAL, before any
+    code of ours; this ends only the stream, not its connection."""
     message = inference_pb2.GenerateRequest(text="hello", sampling={"max_tokens": 1})
     body = b"\0" + struct.pack(">I", message.ByteSize()) + message.SerializeToString()
     statuses = []
@@ -363,7 +365,7 @@ def test_deadlines(target: Target, timeout: bytes, allowed: list[bytes]) -> None
     ids=lambda value: "" if isinstance(value, bytes) else f"B76-{value}",
 )
 def test_odd_calls(target: Target, changes: dict[str, bytes], message: bytes) -> None:
-    """B76: a verdict or the end of the connection, and never silence."""
+    """B76: an odd call gets a verdict or the end of the connection, never silence."""
     with target.connect(target.grpc_port) as plain:
         plain.sendall(
             _PREFACE
@@ -377,7 +379,8 @@ def test_odd_calls(target: Target, changes: dict[str, bytes], message: bytes) ->
 
 
 def _kinds_until_the_end(plain: socket.socket) -> set[int]:
-    """Of the frames of stream 1 up to its last, or of the connection; -1: it was closed."""
+    """The kinds of frames of stream 1 up to its last, or the connection's last; -1: it was
+    closed."""
     kinds: set[int] = set()
     with closing(plain.makefile("rb")) as file:
         while True:
@@ -395,7 +398,8 @@ def _kinds_until_the_end(plain: socket.socket) -> set[int]:
 
 
 def test_what_a_compressed_message_unpacks_to_is_bounded(target: Target) -> None:
-    """B5, B74: 64 MiB of spaces are 64 KiB on the wire."""
+    """B5, B74: a message that is too large decompressed is refused: 64 MiB of spaces are 64 KiB on
+    the wire."""
     message = inference_pb2.GenerateRequest(text=" " * (64 * _MIB))
     options = [("grpc.enable_http_proxy", 0)]
     before = target.rss_bytes()
@@ -420,7 +424,8 @@ def test_what_a_compressed_message_unpacks_to_is_bounded(target: Target) -> None
 )
 @pytest.mark.parametrize("port", ["grpc_port", "node_port", "engine_port"])
 def test_other_formats_on_other_ports(target: Target, port: str, data: bytes) -> None:
-    """B88: closed; gRPC's own last words at most, and an engine's none."""
+    """B88: the connection is closed; gRPC may send its own GOAWAY first, an engine sends
+    nothing."""
     with target.connect(getattr(target, port)) as plain:
         plain.sendall(data)
         answer = read_to_end(plain)
@@ -428,11 +433,12 @@ def test_other_formats_on_other_ports(target: Target, port: str, data: bytes) ->
     assert port != "engine_port" or answer == b""
 
 
-# --- those who say nothing, or too little ---------------------------------------------------------
+# --- silent and slow clients ----------------------------------------------------------------------
 
 
 def test_who_says_nothing_is_closed(hasty: Target) -> None:
-    """F32: at once silent, a byte now and then, silent after an answer."""
+    """F32: clients that are silent from the start or after a response, or send a byte now and then,
+    are closed."""
     with hasty.connect() as silent, hasty.connect() as slow, hasty.connect() as idle:
         began_s = time.monotonic()
         idle.sendall(_GET + b"\r\n")
@@ -463,9 +469,10 @@ def test_a_body_that_does_not_come(hasty: Target) -> None:
 def test_large_bodies_are_bounded_together(
     tmp_path_factory: pytest.TempPathFactory, model_dir: Path
 ) -> None:
-    """Those that have not come are in memory, too. Small ones are always read."""
+    """Bodies that have not fully arrived are limited in total, since they are in memory. Small ones
+    are always read."""
     config = {"model": str(model_dir), "bodies_bytes": 16 * _MIB}
-    body = GOOD | {"user": " " * (3 * _MIB)}  # refused, but once it is parsed
+    body = GOOD | {"user": " " * (3 * _MIB)}  # refused after parsing
     data = json.dumps(body).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + _HOST
     sent = head + b"Content-Length: %d\r\n\r\n" % len(data) + data[:-1]
@@ -487,7 +494,8 @@ def test_large_bodies_are_bounded_together(
 
 
 def test_answers_that_nobody_reads(hasty: Target) -> None:
-    """More than the kernel takes: the connection is dropped, with what waits for it."""
+    """A connection with unread responses beyond the kernel's buffers is dropped with all pending
+    ones."""
     num_files = hasty.num_files()
     with hasty.connect() as plain:
         plain.sendall((b"GET /openapi.json HTTP/1.1\r\n" + _HOST + b"\r\n") * 500)
@@ -497,7 +505,7 @@ def test_answers_that_nobody_reads(hasty: Target) -> None:
 
 
 def test_more_connections_than_there_may_be(hasty: Target) -> None:
-    """Those beyond get 503 and are closed; those before go on, and leave their places."""
+    """Excess connections get 503 and are closed; earlier ones still work, and free their slots."""
     body = _GET + b"\r\n"
     with ExitStack() as stack:
         first = [stack.enter_context(hasty.connect()) for _ in range(32)]
@@ -515,7 +523,8 @@ def test_more_connections_than_there_may_be(hasty: Target) -> None:
 
 
 def _until_it_serves(target: Target) -> None:
-    """In a moment: places are given back, and gRPC turns calls away while thousands wait."""
+    """Retry for a while: slots are freed with delay, and gRPC rejects calls while thousands
+    wait."""
     for _ in range(100):
         try:
             target.check_serves()
@@ -526,7 +535,8 @@ def _until_it_serves(target: Target) -> None:
 
 
 def test_clients_that_go_away_leave_nothing(target: Target) -> None:
-    """Half heads, half bodies, whole requests: the connection is dropped at once."""
+    """After partial heads, partial bodies and whole requests a reset connection is dropped at
+    once."""
     head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + _HOST
     good = b'{"model": "demo", "prompt": "hi", "max_tokens": 50, "stream": true}'
     whole = head + b"Content-Length: %d\r\n\r\n" % len(good) + good
@@ -556,7 +566,8 @@ def test_silence_on_the_grpc_port_is_closed(target: Target) -> None:
 
 @pytest.mark.slow
 def test_very_many_idle_connections(target: Target) -> None:
-    """As many as this process may open, up to 10,000: memory stays; who comes by gRPC is served."""
+    """With as many connections as this process may open, up to 10,000, memory stays bounded and
+    gRPC calls are served."""
     before = target.rss_bytes()
     message = inference_pb2.GenerateRequest(text="hello", sampling={"max_tokens": 1})
     with ExitStack() as stack:
@@ -564,7 +575,7 @@ def test_very_many_idle_connections(target: Target) -> None:
         try:
             while len(opened) < 10_000:
                 opened.append(stack.enter_context(target.connect()))
-        except OSError:  # we have no more, or it takes no more
+        except OSError:  # a file limit here, or the server's limit
             for last in opened[-16:]:
                 last.close()
         target.channel.close()

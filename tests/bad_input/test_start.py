@@ -51,7 +51,7 @@ BAD_FLAGS = [
 
 @pytest.mark.parametrize(("command", "argv"), BAD_FLAGS, ids=lambda value: " ".join(value))
 def test_bad_flags(command: str, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit 2, naming the flag; no trace."""
+    """The process exits with status 2 and names the flag, without a traceback."""
     parser = argparse.ArgumentParser(prog=command)
     flags.add_flags(parser, *_PARSER_OF[command])
     with pytest.raises(SystemExit) as ended:
@@ -63,7 +63,7 @@ def test_bad_flags(command: str, argv: list[str], capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("value", ["70000", "x"])
 def test_bad_environment(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    """A default from the environment is judged like a flag."""
+    """A default from the environment is validated like a flag."""
     monkeypatch.setenv("BATON_GRPC_PORT", value)
     parser = argparse.ArgumentParser()
     flags.add_flags(parser, GatewayConfig)
@@ -84,7 +84,7 @@ BAD_NODES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("flag", "fields"), BAD_NODES, ids=str)
 def test_bad_nodes(flag: str, fields: dict[str, Any]) -> None:
-    """What can be parsed all the same is a line that names the flag."""
+    """Values that parse but are invalid give a line that names the flag."""
     with pytest.raises(StartupFailed, match=f"--{flag}"):
         NodeConfig(**fields)
 
@@ -116,7 +116,7 @@ def test_unknown_settings_are_named() -> None:
 
 
 class _Bomb:
-    """Leaves a mark if it is ever unpickled."""
+    """Creates a file if it is ever unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -167,7 +167,7 @@ def test_bad_safetensors(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.safetensors"])
 def test_pickles_are_never_opened(tmp_path: Path, name: str) -> None:
-    """Neither beside the weights, nor in their place, nor under their name."""
+    """Pickles are not opened beside the weights, nor instead of them, nor under their name."""
     mark = tmp_path / "mark"
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
@@ -195,7 +195,7 @@ def test_an_index_leads_nowhere_else(tmp_path: Path, name: object) -> None:
 
 
 def test_links_are_followed_to_data_alone(tmp_path: Path) -> None:
-    """Caches of models are made of links: they lead to safetensors, or fail."""
+    """Links, of which caches of models consist, must lead to safetensors, or loading fails."""
     (tmp_path / "elsewhere").mkdir()
     save_file({"w": torch.ones(2, 2)}, tmp_path / "elsewhere/blob")
     folder = tmp_path / "model"
@@ -245,7 +245,7 @@ def test_bad_model_configs(tmp_path: Path, name: str) -> None:
 
 
 def test_auto_map_is_never_executed(tmp_path: Path, model_dir: Path) -> None:
-    """Code in a model's directory stays text, for the engine and for the gateway."""
+    """Code in a model's directory is not executed by the engine or the gateway."""
     mark = tmp_path / "mark"
     evil = f"import pathlib; pathlib.Path({str(mark)!r}).touch()"
     folder = tmp_path / "model"

@@ -1,4 +1,4 @@
-"""The table of bad requests on both fronts: same request, same verdict; and the routes that stay
+"""The table of bad requests on both fronts: same request, same verdict; and routes that stay
 closed.
 """
 
@@ -11,7 +11,7 @@ from bad_input.cases.table import NOT_HERE, SAME, TABLE, TYPED, Row, deep_argume
 from bad_input.cases.turns import TURNS
 
 ROWS = (*TABLE, *TURNS, *ENDPOINTS)
-_SHOWN = 400  # characters of an error that a caller may get back
+_SHOWN = 400  # characters of an error that may be returned to a caller
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in ROWS])
@@ -51,7 +51,7 @@ def _check_says_nothing(answer: Answer) -> None:
 
 @pytest.mark.parametrize("kind", ["body", "surrogates", "arguments"])
 def test_every_depth_has_a_verdict(target: Target, kind: str) -> None:
-    """What can just be read can be too deep for whatever looks at it next."""
+    """A depth that the parser just accepts may be too deep for the next stage."""
     for depth in range(880, 1010):
         match kind:
             case "body":

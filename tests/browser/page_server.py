@@ -46,7 +46,7 @@ class PageServer:
         self._loop.close()
 
     def do(self, act: Callable[[], None]) -> None:
-        """Change the gateway where it lives."""
+        """Run a change of the gateway on its own thread."""
 
         async def acting() -> None:
             act()

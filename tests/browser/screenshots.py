@@ -46,7 +46,7 @@ WORDS = [
 
 
 def call_until(stop: threading.Event, address: str, seed: int) -> None:
-    """One client: prompts of many lengths, some with a beginning in common."""
+    """One client: prompts of many lengths, some with a common prefix."""
     draw = random.Random(seed)
     beginnings = [words(random.Random(i), 60) for i in range(3)]
     with Client(address) as client:
@@ -64,7 +64,7 @@ def words(draw: random.Random, number: int) -> str:
 
 
 def take(browser: Any, url: str, path: Path, size: tuple[int, int], scheme: str, down: int) -> None:
-    """One picture; further down the page, with a request opened."""
+    """Take one picture; further down the page, with a request opened."""
     page = browser.new_page(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
     page.goto(f"{url}/dashboard?ttft_ms=200&tbt_ms=50")
     page.wait_for_selector("tr.call")

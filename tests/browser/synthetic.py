@@ -1,7 +1,7 @@
 """A gateway's page over synthetic traffic: real window, roster, feed and routes, no engines.
 
-Minutes of history exist at once, since the traffic is counted on its own clock.
-`python tests/browser/synthetic.py PORT` serves it, for work on the page.
+Minutes of history exist at once, since the traffic is counted on a clock of its own. `python
+tests/browser/synthetic.py PORT` serves it, for work on the page.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _REQUEST = ValidatedRequest(column((1,)), SamplingParams(), "")
 
 
 def running_s() -> float:
-    """Since an hour and more before this machine started: what happened then is told too."""
+    """More than an hour before this machine's boot, so that earlier traffic counts too."""
     return time.monotonic() + 10_000
 
 
 class TravelClock:
-    """Real time, unless `at_s` says otherwise."""
+    """Real time, unless `at_s` is set."""
 
     def __init__(self) -> None:
         self.at_s: float | None = None
@@ -68,7 +68,7 @@ class TravelClock:
 
 
 class SyntheticGateway:
-    """`members` may be changed at any time: the page should notice."""
+    """`members` may be changed at any time; the page should show it."""
 
     def __init__(
         self, *, tenant: str = "acme", model: str = "Qwen3-8B", scale: float = 1.0
@@ -92,7 +92,7 @@ class SyntheticGateway:
         return {"model": self.model, "version": "0.1.0", "is_ready": True, "is_draining": False}
 
     def _scope(self) -> dict[str, Any]:
-        """As `WindowShare.scope` has it."""
+        """Returns data like `WindowShare.scope`."""
         own = {"gateway": "0" * 32, "is_own": True, "name": "host-a:8000", "num_running": 3}
         figures = {"began_per_s": 3.1, "output_tokens_per_s": 340.0}
         state = {"version": "0.1.0", "is_ready": True, "is_draining": False}
@@ -126,7 +126,7 @@ class SyntheticGateway:
         return member
 
     def _cache(self, incarnation: str, num_blocks: int) -> None:
-        """A quarter of what is on the device is in host memory alone beside."""
+        """In addition to blocks on the device, a quarter as many are only in host memory."""
         hashes = [BlockHash(self._random.randbytes(16)) for _ in range(num_blocks * 5 // 4)]
         in_host = set(hashes[num_blocks:])
         contents = Contents(incarnation, 1, 1, num_blocks, len(in_host), 0)
@@ -139,7 +139,7 @@ class SyntheticGateway:
             self.add_engine(f"decode-0.{i}", Role.DECODE, links)
 
     def lose(self, name: str) -> None:
-        """An engine dies: its link is down and the directory lists it no longer."""
+        """An engine dies: its link is down and the directory no longer lists it."""
         for incarnation, member in list(self.members.items()):
             if member.name == name:
                 self.table.remove(incarnation)
@@ -148,7 +148,7 @@ class SyntheticGateway:
     # --- traffic ----------------------------------------------------------------------------------
 
     def call(self, arrived_s: float) -> list[tuple[float, Any]]:
-        """One call as (when, what to do) from its arrival to its end."""
+        """One call as (time, action) pairs from its arrival to its end."""
         draw, scale = self._random, self.scale
         self._num_calls += 1
         prompt = int(min(60_000, draw.lognormvariate(7.6, 0.9)))
@@ -221,7 +221,7 @@ class SyntheticGateway:
         self.calls.call_ended(record)
 
     def live_through(self, seconds: float, rps: float) -> None:
-        """Traffic of the last `seconds`, all at once."""
+        """Generate the traffic of the last `seconds` at once."""
         now_s = running_s()
         steps = []
         at_s = now_s - seconds
@@ -262,11 +262,11 @@ class SyntheticGateway:
                 counters=self._counted(load.counters),
             )
         )
-        if engine.name != "prefill-0.0":  # which promises nothing
+        if engine.name != "prefill-0.0":  # it makes no promise
             self._promise(engine, load.counters)
 
     def _counted(self, before: Counters) -> Counters:
-        """One more prompt: half of it found, a quarter of that in host memory."""
+        """Count one more prompt: half of it cached, a quarter of that in host memory."""
         counters = Counters()
         counters.CopyFrom(before)
         counters.prefix_query_tokens += 3_200
@@ -276,7 +276,7 @@ class SyntheticGateway:
         return counters
 
     def _promise(self, engine: LinkedEngine, before: Counters) -> None:
-        """Forty steps, of which nearly all keep it."""
+        """Count forty steps, nearly all of which keep the promise."""
         counters = engine.load.counters
         counters.num_promised_steps = before.num_promised_steps + 40
         counters.num_kept_steps = before.num_kept_steps + 40 - (self._random.random() < 0.3)
@@ -286,7 +286,7 @@ class SyntheticGateway:
         return self._random.choice((-1, 0, 0, 0, 1))
 
     def app(self, rps: float | None = None) -> web.Application:
-        """With traffic of `rps` requests per second, or none."""
+        """An application with traffic of `rps` requests per second, or none."""
 
         async def calling(_: web.Application) -> AsyncIterator[None]:
             task = asyncio.create_task(self.keep_calling(rps)) if rps else None

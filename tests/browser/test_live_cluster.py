@@ -28,7 +28,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
 
 @pytest.fixture
 def system(chromium: Any) -> Iterator[Running]:
-    """A prefill and a decode node; not without a browser to look at them."""
+    """A prefill and a decode node; skipped without a browser."""
     config = EngineConfig(model="demo", device="cpu", cpu_kv_bytes=64 << 20)
     with running(config) as deployment:
         yield deployment
@@ -36,7 +36,7 @@ def system(chromium: Any) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def load(address: str) -> Iterator[None]:
-    """One call after the other; a gateway that is away is waited for."""
+    """One call after the other, with retries while the gateway is away."""
     stop = threading.Event()
 
     def call() -> None:
@@ -60,7 +60,7 @@ def load(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gateway_again(system: Running, http_port: int) -> Iterator[None]:
-    """Another gateway process in the place of the killed one."""
+    """Another gateway process that replaces the killed one."""
     cluster = system.deployment.cluster
     grpc_port = int(system.address.rpartition(":")[2])
     config = replace(system.deployment.gateway, grpc_port=grpc_port, http_port=http_port)

@@ -23,7 +23,7 @@ from baton.gateway.security.key_file import KeyRing, add_key
 
 
 class Guarded:
-    """A gateway that asks for keys, with a page that says nothing."""
+    """A gateway that requires keys, with a page of no data."""
 
     def __init__(self, key_file: Path) -> None:
         self._keys = AcceptedKeys(KeyRing(key_file), ClusterSecret())

@@ -36,7 +36,7 @@ def test_figures_come_and_change(busy: PageServer, open_page: Callable[..., Any]
     labels = page.locator("[role=img]").evaluate_all("nodes => nodes.map(n => n.ariaLabel)")
     assert len(labels) == 8
     assert all(re.search(r"\d", label) for label in labels), labels
-    # The canvas shows something, and what is told changes.
+    # The canvas is not blank, and the figures change.
     drawn = page.locator("#ttft-lines canvas").evaluate(
         "c => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size"
     )
@@ -58,14 +58,14 @@ def test_what_engines_have_cached_by_tier_and_source(
     on_device, in_host = busy.gateway.table.mirror.counts(engine.incarnation)
     assert rows[3][1].startswith(f"{on_device:,} blocks, ")
     assert rows[3][2].startswith(f"{in_host:,} blocks, ")
-    wait_text(page, "#index tbody tr", "12\\.5 %")  # of hits: from host memory
+    wait_text(page, "#index tbody tr", "12\\.5 %")  # hits in host memory
     wait_text(page, "#index tbody tr", "2\\.5 %")
 
 
 def test_one_call_opens_to_its_timeline(busy: PageServer, open_page: Callable[..., Any]) -> None:
     page = open_page(busy.url)
     page.wait_for_selector("tr.call")
-    # This very row: calls that come in between move the others.
+    # This very row: concurrent calls move the others.
     finished = page.locator("tr.call:has(.badge[data-tone=plain]) .row-button")
     button = finished.nth(2).element_handle()
     button.focus()
@@ -75,11 +75,11 @@ def test_one_call_opens_to_its_timeline(busy: PageServer, open_page: Callable[..
     assert page.locator(f"#{button.get_attribute('aria-controls')}").count() == 1
     for word in ("prefill started", "transfer ended", "cuda_ipc", "decode admission", "Attempts"):
         assert word in detail.inner_text()
-    page.wait_for_selector("#hold:not([hidden])")  # others came, and the row stayed where it was
+    page.wait_for_selector("#hold:not([hidden])")  # other rows came, and this row stayed in place
     assert detail.is_visible()
     page.keyboard.press("Enter")
     assert detail.count() == 0
-    button.evaluate("button => button.closest('tr').lastElementChild.click()")  # anywhere in it
+    button.evaluate("button => button.closest('tr').lastElementChild.click()")  # any cell
     assert button.get_attribute("aria-expanded") == "true"
 
 
@@ -97,7 +97,7 @@ def test_by_keyboard(busy: PageServer, open_page: Callable[..., Any]) -> None:
     page.locator("#open-definitions").focus()
     page.keyboard.press("Enter")
     definitions = page.locator("dialog[open]")
-    assert "first to second token" in definitions.inner_text()  # core/metrics.py says so
+    assert "first to second token" in definitions.inner_text()  # as in core/metrics.py
     page.keyboard.press("Escape")
     assert definitions.count() == 0
     assert page.evaluate("document.activeElement.id") == "open-definitions"
@@ -142,7 +142,7 @@ def test_the_hour_is_kept_when_the_page_is_loaded_again(
     times = page.locator("#ttft-lines tbody td:first-child").all_inner_texts()
     seconds = [int(time[-2:]) for time in times if time]
     assert len(seconds) > 3
-    assert len({second % 30 for second in seconds}) == 1  # a row every half minute
+    assert len({second % 30 for second in seconds}) == 1  # one row every half minute
 
 
 def test_several_gateways_and_one_alone(
@@ -166,7 +166,7 @@ def test_several_gateways_and_one_alone(
 def test_a_gateway_that_hangs(
     serve: Callable[..., PageServer], open_page: Callable[..., Any]
 ) -> None:
-    """The stream is open and silent."""
+    """The page shows a gateway as stale whose stream is open but silent."""
     gateway = SyntheticGateway()
     server = serve(gateway, 5)
     page = open_page(server.url)
@@ -256,7 +256,7 @@ def test_fits_and_can_be_read(
     assert page.evaluate(NAMES) == []
     assert page.evaluate(FAINT) == []
     assert page.evaluate("document.getAnimations().length") == 0
-    # The button overrides the system: auto, light, dark.
+    # The button overrides the system's setting: auto, light, dark.
     colour = page.evaluate("getComputedStyle(document.body).color")
     for _ in range(2 if scheme == "light" else 1):
         page.locator("#theme").click()
@@ -266,7 +266,7 @@ def test_fits_and_can_be_read(
     assert page.evaluate(FAINT) == []
 
 
-# Text whose contrast with what lies behind it is under 4.5 (WCAG 2, relative luminance).
+# Text whose contrast with its background is under 4.5 (WCAG 2, relative luminance).
 FAINT = """() => {
   const channel = (c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
   const parse = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -290,7 +290,7 @@ FAINT = """() => {
   return faint;
 }"""
 
-# What a screen reader could not name or place.
+# Elements that a screen reader could not name or locate.
 NAMES = """() => {
   const wrong = [];
   const has = (selector) => document.querySelectorAll(selector).length === 1;

@@ -1,10 +1,10 @@
 """Records which functions of Baton run. Imported by every Python process whose PYTHONPATH has this
 folder, and by forks of preloaded/.
 
-With BATON_CALL_TRACE=FOLDER, functions are recorded twice: from when FOLDER/idle exists until
-FOLDER/start does, while no request runs, and from then until FOLDER/stop exists. Then
-FOLDER/<pid>.json has, for both, the files and the functions of each, and the process's command
-line.
+With BATON_CALL_TRACE=FOLDER, functions are recorded in two periods: from the creation of
+FOLDER/idle to that of FOLDER/start, while no request runs, and from then to the creation of
+FOLDER/stop. FOLDER/<pid>.json then has, for both periods, the files and their functions, and the
+process's command line.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ BUNDLED = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 @pytest.fixture(scope="session")
 def demo_system() -> Iterator[tuple[Running, LocalEngine]]:
-    """The bundled model in chunks of 64 with two decode nodes and HTTP, and one engine in this
+    """The bundled model with chunks of 64, two decode nodes and HTTP, and an engine in this
     process."""
     config = _engine_config(BUNDLED, max_num_batched_tokens=64)
     local = LocalEngine(config, ModelRunner(config))

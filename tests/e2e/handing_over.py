@@ -1,4 +1,4 @@
-"""A hand-off between two engines of this process: the blocks are copied, nothing else is shared."""
+"""A hand-off between two engines of this process: blocks are copied, nothing else is shared."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def hand_over(
     request: Request,
     damage: Callable[[Tensor, list[int]], None] | None = None,
 ) -> list[int]:
-    """Prefill on `source`, copy the blocks, decode on `puller`; all tokens.
+    """Prefill on `source`, copy the blocks, decode on `puller`; returns all tokens.
 
-    `damage` sees the puller's pool and the blocks of the prompt before the first decode.
+    `damage` is called with the puller's pool and the prompt's blocks before the first decode.
     """
     source.engine.add(request, hold=True)
     tokens: list[int] = []

@@ -13,14 +13,14 @@ NEAR_TIE = 1e-4
 
 
 class GreedyOracle:
-    """Greedy continuations in float32: by the logits of all tokens at once, and where these differ
-    by transformers' own `generate`."""
+    """Greedy continuations in float32, verified by the logits of all tokens at once; where these
+    differ, by transformers' own `generate`."""
 
     def __init__(self, model_dir: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
     def continuation(self, prompt_ids: Sequence[int], n: int) -> list[int]:
-        """`n` tokens, or fewer if EOS comes first (it is the last one then)."""
+        """`n` tokens, or fewer if EOS, which is then the last one, comes first."""
         ids = torch.tensor([list(prompt_ids)])
         with torch.inference_mode():
             out = self._model.generate(
@@ -33,7 +33,7 @@ class GreedyOracle:
         return [int(token) for token in out[0, len(prompt_ids) :]]
 
     def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Of each token but the first, given those before it."""
+        """The log-probability of each token but the first, given those before it."""
         with torch.inference_mode():
             scores = self._model(torch.tensor([list(ids)])).logits[0].log_softmax(-1)
         return [float(scores[place, token]) for place, token in enumerate(ids[1:])]
@@ -57,7 +57,7 @@ class GreedyOracle:
         raise AssertionError(f"{where}\n got {list(got)}\nwant {want}")
 
     def _is_continuation(self, prompt_ids: Sequence[int], got: Sequence[int], n: int) -> bool:
-        """Whether each token is the likeliest behind those before it, all at once."""
+        """Whether each token is the likeliest after those before it, with one forward pass."""
         eos = self._model.generation_config.eos_token_id
         is_eos = [token in (eos if isinstance(eos, list) else [eos]) for token in got]
         if len(got) > n or any(is_eos[:-1]) or (len(got) < n and not any(is_eos)):

@@ -12,7 +12,7 @@ from baton.engine.local import LocalEngine
 
 @dataclass
 class Subject:
-    """A system under test beside its two references."""
+    """A system under test with its two references."""
 
     system: Running
     oracle: GreedyOracle

@@ -29,7 +29,7 @@ LONG = CODE + "\n\n\nclass Reader:\n    def __init__(self, path):\n        self.
 
 @dataclass
 class Subject:
-    """A deployment by its HTTP address, and its references."""
+    """A deployment's HTTP client, and its references."""
 
     system: Running
     client: openai.OpenAI
@@ -41,7 +41,7 @@ class Subject:
         return list(self.tokenizer.encode(text).ids)
 
     def local_tokens(self, prompt: list[int], sampling: SamplingParams, n: int = 1) -> list[Any]:
-        """Of each sample, by the engine in this process."""
+        """The tokens of each sample, by the engine in this process."""
         request = Request(f"{random.getrandbits(128):032x}", 0, tuple(prompt), sampling)
         forks = tuple(f"{random.getrandbits(128):032x}" for _ in range(n - 1))
         request = replace(request, fork_ids=forks)
@@ -174,7 +174,8 @@ def test_stop_strings(demo: Subject) -> None:
 
 
 def test_special_tokens_are_shown_on_demand(demo: Subject) -> None:
-    """Those that end it excepted: the bias makes EOS the likeliest token all along."""
+    """Special tokens appear in the text except EOS, which the bias makes the likeliest token
+    here."""
     answer = demo.client.completions.create(
         model="demo", prompt=CODE, max_tokens=3, logit_bias={"0": 100},
         extra_body={"skip_special_tokens": False, "return_token_ids": True},
@@ -262,7 +263,8 @@ def test_errors_are_openais_exceptions(demo: Subject) -> None:
 
 
 def test_log_likelihoods_are_those_of_transformers(demo: Subject) -> None:
-    """The request that evaluation harnesses send: ids, echo, logprobs of the prompt, one token."""
+    """Scores are right in the request of evaluation harnesses: ids, echo, logprobs of the prompt,
+    one token."""
     oracle = GreedyOracle(demo.local.model_dir)
     generator = random.Random(1)
     prompts = [[generator.randrange(1, 4096) for _ in range(size)] for size in (2, 17, 100)]
@@ -297,7 +299,7 @@ def test_prompt_logprobs_by_token_id(demo: Subject) -> None:
 
 
 def test_beams_over_http(demo: Subject) -> None:
-    """Streamed too: each of the best comes as one event, at the end."""
+    """Beams work, streamed too: each of the best is one event, at the end."""
     extra = {"use_beam_search": True, "best_of": 3, "length_penalty": 0.0, "early_stopping": True}
     create = demo.client.completions.create
     whole = create(model="demo", prompt=CODE, max_tokens=10, n=2, extra_body=extra)

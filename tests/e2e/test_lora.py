@@ -1,4 +1,4 @@
-"""LoRA adapters through a deployment: after a hand-off, over HTTP, the tokens of merged weights."""
+"""LoRA adapters in a deployment: after a hand-off, over HTTP, the tokens of merged weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ADAPTERS = ("one", "two")
 
 @dataclass(frozen=True)
 class World:
-    """A deployment with adapter `one` from its start, the folders, tokens by the model's name."""
+    """A deployment with adapter `one` from its start, the folders, and tokens by model name."""
 
     system: Running
     http: str

@@ -1,4 +1,4 @@
-"""Every architecture through a hand-off: tokens equal those of transformers' `generate`."""
+"""Every architecture with a hand-off: tokens equal those of transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 
 NUM_TOKENS = 12
-# Decodes beyond the trained length; no prompt is longer than that.
+# Decodes go beyond the trained length; no prompt is longer than that.
 DYNAMIC: dict[str, Any] = {
     "max_position_embeddings": 96,
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
@@ -54,7 +54,7 @@ def prompts(runner: ModelRunner) -> list[tuple[int, ...]]:
     return [tuple(generator.choices(vocab, k=length)) for length in (1, 33, 90)]
 
 
-# One of each architecture, of each kind of KV (heads, windows) and of RoPE by position.
+# One model of each architecture, of each kind of KV (heads, windows) and of RoPE by position.
 QUICK = {
     *BY_ARCHITECTURE,
     *("llama, gqa 4:1, tied", "llama, mha 4:4, derived head_dim", "mixtral, moe", "qwen2-moe"),

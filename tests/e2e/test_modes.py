@@ -1,4 +1,4 @@
-"""Requests that one engine computes whole, and others that are handed off: the same tokens."""
+"""Requests that one engine serves whole, and others that are handed off: the same tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCAB_SIZE = 512
 
 @pytest.fixture(scope="module", params=["auto", pytest.param("aggregated", marks=pytest.mark.slow)])
 def system(request: pytest.FixtureRequest) -> Iterator[Running]:
-    """Engines whose promise cuts the prompts of these tests into several steps."""
+    """Engines whose promise splits the prompts of these tests over several steps."""
     config = EngineConfig(
         model=str(BUNDLED), device="cpu", cpu_kv_bytes=64 << 20, max_num_batched_tokens=64,
         tbt_target_ms=4.0,
@@ -56,7 +56,7 @@ def test_samples_of_one_prompt_and_prefixes_in_the_cache(system: Running) -> Non
     with Client(system.address) as client:
         first = generate(client, prompt, **settings)
         again = generate(client, prompt, **settings)
-        for _ in range(20):  # until the gateway knows where it is cached
+        for _ in range(20):  # until the gateway's index has the cached blocks
             if again.cached_tokens:
                 break
             time.sleep(0.1)

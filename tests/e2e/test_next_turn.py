@@ -21,7 +21,7 @@ NUM_ANSWER_TOKENS = 120
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[Running]:
-    """One prefill and one decode engine: only the second has the answers."""
+    """One prefill and one decode engine: only the second has the KV of outputs."""
     with running(EngineConfig(model=str(BUNDLED), device="cpu", cpu_kv_bytes=64 << 20)) as found:
         yield found
 
@@ -34,10 +34,10 @@ def test_an_answer_is_not_computed_again(system: Running) -> None:
             prompt = prompt_of(40, VOCAB_SIZE, seed)
             greedy = {"temperature": 0.0, "ignore_eos": True}
             first = generate(client, prompt, max_tokens=NUM_ANSWER_TOKENS, **greedy)
-            time.sleep(0.3)  # until the gateway knows what is cached where
+            time.sleep(0.3)  # until the gateway's index has the cached blocks
             turn = [*prompt, *first.token_ids, *prompt_of(30, VOCAB_SIZE, 100 + seed)]
             second = generate(client, turn, max_tokens=12, **greedy)
             oracle.check(turn, second.token_ids, 12)
             cached.append(second.cached_tokens)
-    # The last token's KV was never computed; the first pull may be given up while its pair opens.
+    # The last token's KV was never computed; the first pull may fail while its pair opens.
     assert max(cached) >= (40 + NUM_ANSWER_TOKENS - 1) // 16 * 16, cached

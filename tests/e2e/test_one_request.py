@@ -1,7 +1,7 @@
-"""One gRPC request on one host, function by function: how many files does it pass through?
+"""One gRPC request on one host, function by function: how many files are involved?
 
-docs/one_request.md names them in order. The client, the gateway and both engines are traced, from a
-moment before the request is sent until its last token arrives; generated code does not count.
+docs/one_request.md names them in order. The client, the gateway and both engines are traced, from
+just before the request is sent until its last token arrives; generated code does not count.
 Functions that also run while idle, such as heartbeats, are left out.
 """
 
@@ -45,7 +45,7 @@ Files = dict[str, set[str]]  # functions by file
 
 
 def trace(folder: Path) -> tuple[Files, Files]:
-    """The functions of Baton that ran for one request, and those that ran beside it."""
+    """The functions of Baton that ran for one request, and those that ran concurrently."""
     path = os.pathsep.join(filter(None, (str(TRACER), os.environ.get("PYTHONPATH"))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BATON_CALL_TRACE", str(folder))
@@ -70,7 +70,7 @@ def _collect(folder: Path) -> tuple[Files, Files]:
     for one in traces:
         command = " ".join(one["command"])
         if "launch import prefill" in command or "launch import decode" in command:
-            continue  # supervisors: no request passes them
+            continue  # supervisors: requests do not pass through them
         for name, functions in one["request"].items():
             path = Path(name).resolve()
             if path.is_relative_to(ROOT) and ".venv" not in path.parts and path.is_file():

@@ -21,7 +21,7 @@ from baton.engine.local import LocalEngine
 NUM_TOKENS = 24
 PROMPT, OTHER_PROMPT = (
     tuple(random.Random(seed).choices(range(3, 320), k=90)) for seed in (11, 12)
-)  # 6 blocks each, the last in part
+)  # 6 blocks each, the last one partial
 
 Spoil = Callable[[torch.Tensor, list[int], int], None]
 
@@ -31,14 +31,14 @@ def zero(pool: torch.Tensor, ids: list[int], index: int) -> None:
 
 
 def swap(pool: torch.Tensor, ids: list[int], index: int) -> None:
-    """The block trades places with another request's. (With a full one of its own it could not be
-    noticed: the keys carry their positions, and attention sums over them in any order.)"""
+    """The block is swapped with another request's. (A swap of two full blocks of one request has no
+    effect: keys carry their positions, and attention sums over them in any order.)"""
     a, b = ids[index], pool.shape[0] - 1 - index
     pool[[a, b]] = pool[[b, a]]
 
 
 def shift(pool: torch.Tensor, ids: list[int], index: int) -> None:
-    """Everything lies one slot too far: each head's last slot becomes the next one's first."""
+    """All data is shifted by one slot: each head's last slot becomes the next head's first."""
     block = pool[ids[index]]  # [layers, 2, kv_heads, block_size, head_dim]
     block.copy_(block.flatten().roll(block.shape[-1]).view(block.shape))
 
@@ -62,7 +62,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalEngine, ...]:
 
 
 def tokens_of(pair: tuple[LocalEngine, ...], spoil: Spoil | None, index: int) -> list[int]:
-    """Prefill on one engine, copy the blocks, spoil one, decode on the other."""
+    """Prefill on one engine, copy the blocks, corrupt one, decode on the other."""
     source, puller = pair
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     request = Request(f"{random.getrandbits(128):032x}", 0, PROMPT, sampling)

@@ -35,7 +35,7 @@ FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema"
 
 @dataclass
 class Subject:
-    """A deployment by both its fronts, and one process of the same model."""
+    """A deployment's two fronts, and one process of the same model."""
 
     system: Running
     http: openai.OpenAI

@@ -99,7 +99,7 @@ def test_a_first_token_that_ends_the_request_is_not_handed_over(subject: Subject
 
 
 def test_every_sampling_parameter_at_once(subject: Subject) -> None:
-    """Three samples that share a hand-off, with scores: tokens as in one process."""
+    """Three samples that share a hand-off, with scores, have the tokens of one process."""
     prompt = prompt_of(100, subject.vocab_size, 9)
     allowed = tuple(range(1, subject.vocab_size, 3))
     settings = {
@@ -140,7 +140,7 @@ def test_every_sampling_parameter_at_once(subject: Subject) -> None:
 
 
 def test_beams_of_one_hand_off(subject: Subject) -> None:
-    """Beside other requests: the beams of one process, with scores, whole at the end."""
+    """Beams beside other requests are those of one process, with scores, complete at the end."""
     settings = {"max_tokens": 14, "length_penalty": 0.4, "early_stopping": "never", "logprobs": 2}
     with Client(subject.system.address) as client, ThreadPoolExecutor(4) as threads:
         prompts = [prompt_of(length, subject.vocab_size, 11) for length in (16, 100)]

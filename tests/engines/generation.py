@@ -1,4 +1,4 @@
-"""Runs requests on one engine to their ends."""
+"""Runs requests on one engine until they end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.engine.local import LocalEngine
 
 
 def outputs_of(engine: LocalEngine, requests: Sequence[Request]) -> dict[str, list[int]]:
-    """Token ids by request key, as `LocalEngine.generating` leaves them."""
+    """Output token ids by request key, as `LocalEngine.generating` returns them."""
     outputs: dict[str, list[int]] = {}
     for _ in engine.generating(requests, outputs):
         pass

@@ -10,7 +10,7 @@ from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool
 
 
 def check_integrity(engine: Engine) -> None:
-    """Raise AssertionError if a reference is nobody's: requests, reservations, fences."""
+    """Raise AssertionError if a reference has no owner: request, reservation or fence."""
     owners: Counter[int] = Counter()
     for sequence in engine.by_key.values():
         owners.update(sequence.block_ids)
@@ -20,7 +20,7 @@ def check_integrity(engine: Engine) -> None:
 
 
 def check_pool(pool: BlockPool, owners: Mapping[int, int]) -> None:
-    """Compare with `owners`: references by block id, as counted by those who hold them.
+    """Compare with `owners`: the number of references by block id, as counted by their holders.
 
     O(num_blocks). Raises AssertionError naming the first discrepancy.
     """

@@ -1,4 +1,4 @@
-"""Steps of a runner without an engine, and checks of their results."""
+"""Runs steps of a runner without an engine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from baton.engine.execution.runner_protocols import Runner
 
 
 def execute(runner: Runner, batch: Sequence[SequenceSlice]) -> list[SampledToken | None]:
-    """Run one and wait for it."""
+    """Run one step and wait for its results."""
     return runner.launch(batch).collect()
 
 
 def leading_decodes(query_lens: Sequence[int]) -> int:
-    """Slices of one token at the beginning."""
+    """The number of one-token slices at the beginning."""
     return next((i for i, length in enumerate(query_lens) if length > 1), len(query_lens))

@@ -1,7 +1,7 @@
 """Coding agents against a gateway whose nodes output text given by the test.
 
-Each agent is asked about the contents of a file: the model calls its file tool, and answers with
-the tool's result. docs/clients.md says how to install them.
+Each agent is asked about the contents of a file: the model calls its file tool, and responds with
+the tool's result. docs/clients.md describes their installation.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def calls(tool: str, arguments: dict[str, object]) -> str:
 
 
 def reads_then_answers(gateway: ConversationGateway, tool: str, arguments: dict) -> None:
-    """The model calls the tool where it is offered, and answers once its result is there."""
+    """The model calls the tool if it is offered, and responds once its result is there."""
 
     def answer(prompt: str) -> str:
         if SECRET in prompt:
@@ -74,7 +74,7 @@ def reads_then_answers(gateway: ConversationGateway, tool: str, arguments: dict)
 
 
 async def run(*argv: str, cwd: Path, **environment: str) -> str:
-    """Its output, both kinds; nothing of our own environment but the path is its."""
+    """The agent's stdout and stderr; of our own environment it gets only the PATH."""
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     child = await asyncio.create_subprocess_exec(
         *argv,

@@ -1,6 +1,6 @@
 """Third-party clients against a deployment; each runs if its program is on the PATH.
 
-docs/clients.md says how to install them, and lists their results.
+docs/clients.md describes their installation, and lists their results.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ print("RESULT", json.dumps([[score, bool(greedy)] for score, greedy in model.log
 
 
 def needs(name: str) -> pytest.MarkDecorator:
-    """Skipped before any deployment is started for it."""
+    """Skip before any deployment is started."""
     return pytest.mark.skipif(shutil.which(name) is None, reason=f"{name} is not on the PATH")
 
 
@@ -57,7 +57,8 @@ def program(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A short context: whoever asks for as much as there is soon has it."""
+    """The URL of a deployment with a short context, so that requests for all remaining tokens end
+    soon."""
     config = EngineConfig(model=str(DEMO), device="cpu", cpu_kv_bytes=64 << 20, max_model_len=256)
     with running(config) as system:
         (line,) = [line for line in system.lines if line.startswith("gateway | ready:")]
@@ -65,7 +66,7 @@ def url() -> Iterator[str]:
 
 
 def run(*argv: str, cwd: Path | None = None) -> str:
-    """Its output; fails with it."""
+    """The program's output; fails if the program fails."""
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HF_HUB_OFF"))
     }
@@ -77,7 +78,7 @@ def run(*argv: str, cwd: Path | None = None) -> str:
 
 
 def wanted_score(model: Any, tokenizer: Any, context: str, continuation: str) -> tuple[float, bool]:
-    """As the harness defines it: trailing spaces of the context belong to the continuation."""
+    """As defined by the harness: trailing spaces of the context belong to the continuation."""
     whole = tokenizer(context + continuation).input_ids
     first = len(tokenizer(context.rstrip()).input_ids)
     with torch.inference_mode():
@@ -138,9 +139,10 @@ def test_aiperf(url: str, tmp_path: Path) -> None:
     [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")],
 )
 def test_vllm_bench_serve(url: str, tmp_path: Path, backend: str, path: str) -> None:
-    """vLLM's own client: the program `vllm-rs` out of its wheel needs nothing else of it.
+    """vLLM's own client works: the program `vllm-rs` of its wheel needs nothing else.
 
-    Its random prompts are random ids as text, and few of a byte-level vocabulary of 4096 are text.
+    Its random prompts are random ids as text, and few ids of a byte-level vocabulary of 4096 are
+    text.
     """
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(8)))
@@ -160,7 +162,7 @@ def test_vllm_bench_serve(url: str, tmp_path: Path, backend: str, path: str) -> 
 
 @needs("curl")
 def test_curl(url: str) -> None:
-    """The lines of docs/http.md."""
+    """The examples of docs/http.md work as printed."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "http.md").read_text()
     block = page.split("```")[1]
     lines = block.replace("\\\n", "").strip().replace("localhost:8000", url)
@@ -172,7 +174,8 @@ def test_curl(url: str) -> None:
 
 @needs("schemathesis")
 def test_schemathesis(url: str, tmp_path: Path) -> None:
-    """No 5xx, no undocumented status, no answer that breaks its schema, nothing bad let pass.
+    """No 5xx, no undocumented status, no response that breaks its schema, no invalid request
+    accepted.
 
     Rules between fields (stream_options need stream) are in no schema: valid data may be refused.
     """

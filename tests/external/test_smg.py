@@ -51,7 +51,7 @@ class World:
         return status, json.loads(text)
 
     def both(self, path: str, body: dict[str, Any]) -> tuple[Any, Any]:
-        """What smg says, and what the deployment itself does."""
+        """smg's response, and the deployment's own."""
         return self.post(path, body)[1], self.post(path, body, at=self.own)[1]
 
 
@@ -76,7 +76,7 @@ def process(*argv: str, environment: dict[str, str]) -> Iterator[subprocess.Pope
 
 
 def wait_for_model(address: str) -> None:
-    """smg has heard of its worker's model and read its tokenizer."""
+    """Wait until smg has its worker's model and has loaded its tokenizer."""
     deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
         with suppress(OSError, ValueError):
@@ -186,7 +186,7 @@ def test_what_is_wrong_is_the_callers_fault(world: World) -> None:
 
 
 def test_a_client_that_leaves_frees_its_blocks(world: World) -> None:
-    """`running` sees to it at the end that no engine holds a block any more; here: soon."""
+    """`running` checks at the end that no engine holds a block; here they are freed soon."""
     body = json.dumps(PROMPT | {"max_tokens": 1900, "ignore_eos": True, "stream": True})
     host, _, port = world.smg.partition(":")
     with socket.create_connection((host, int(port))) as client:
@@ -204,7 +204,7 @@ def test_a_client_that_leaves_frees_its_blocks(world: World) -> None:
 
 
 def test_over_http(world: World) -> None:
-    """smg in front of the deployment's HTTP, as of any server of OpenAI's API."""
+    """smg works in front of the deployment's HTTP, as for any server of OpenAI's API."""
     assert SMG is not None
     plain = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     ports = [str(free_port()) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Process faults: each a small function that starts requests and breaks something.
+"""Process faults: each is a small function that starts requests and breaks something.
 
 A fault asserts only its own conditions: how fast it was reported, or resources were freed. The
 scene checks the streams.
@@ -36,12 +36,12 @@ from baton.kv_transfer.protocol.messages import Hello, Refused, decode, encode
 NUM_CHUNKS = 8
 NUM_NEIGHBOURS = 31
 LONG = NUM_CHUNKS * CHUNK_TOKENS  # a prompt of about 100 ms
-DEADLY = 1200  # tokens: one that takes twice as long
+DEADLY = 1200  # tokens: a prompt that takes twice as long
 PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
-_UNNOTICED_S = 1.0  # of silence; the gateway's patience is 1.2 s
+_UNNOTICED_S = 1.0  # of silence; the gateway's limit is 1.2 s
 
 
-# --- what is seen of a request ------------------------------------------------------------------
+# --- the progress of a request ------------------------------------------------------------------
 
 
 def is_busy(ledger: Ledger) -> bool:
@@ -57,8 +57,8 @@ def has_computed(num_chunks: int) -> Callable[[Ledger], bool]:
 
 
 def is_computing_long(killed: Collection[str]) -> Callable[[Ledger], bool]:
-    """Less than half of the deadly prompt, on a node that was not killed: the kill comes before its
-    end. Others have less than two chunks."""
+    """Whether the node, not killed yet, has computed less than half of the deadly prompt, so that a
+    kill comes before its end. Others' prompts have less than two chunks."""
 
     def holds(ledger: Ledger) -> bool:
         counts = [r["num_computed_tokens"] for r in ledger.get("requests", {}).values()]
@@ -79,7 +79,7 @@ def waits_for(source: str) -> Callable[[Ledger], bool]:
 
 
 async def kill_prefill_before_its_first_chunk(part: str, scene: Scene) -> None:
-    """Of two requests, one goes to the node that stands still, unless it is taken for lost."""
+    """One of two requests goes to the paused node, unless that is taken for lost."""
     waits, is_met = waits_for(scene.incarnation("prefill-0")), False
     while not is_met:
         with scene.stopped("prefill-0", "engine"):
@@ -90,7 +90,7 @@ async def kill_prefill_before_its_first_chunk(part: str, scene: Scene) -> None:
 
 
 async def kill_prefill_at_chunk(chunk: int, part: str, scene: Scene) -> None:
-    """Again where the kill came too late to cost an attempt."""
+    """Repeated if the kill came too late to cost an attempt."""
     for _ in range(8):
         stream = scene.ask(DEADLY)
         name = await scene.holder_during(stream, "prefill", has_computed(chunk))
@@ -105,14 +105,15 @@ async def kill_prefill_at_chunk(chunk: int, part: str, scene: Scene) -> None:
 
 
 async def kill_prefill_before_the_pull(part: str, scene: Scene) -> None:
-    """All KV is computed and the first token is out, but both decode nodes stand still."""
+    """All KV is computed and the first token is sent, but both decode nodes are paused."""
     with scene.stopped("decode-0", "engine"), scene.stopped("decode-1", "engine"):
         await scene.ask(LONG).reached(1)
         scene.kill(await scene.holder("prefill", is_busy), part)
 
 
 async def kill_prefill_after_the_pull(scene: Scene) -> None:
-    """Nobody misses it. F8: the node says at once that it is not ready, and restarts its engine."""
+    """The stream continues. F8: the node reports at once that it is not ready, and restarts its
+    engine."""
     stream = scene.ask(LONG, 60)
     name = await scene.holder("prefill", is_busy)
     async with health(scene.cluster.processes[name].address) as become:
@@ -127,8 +128,8 @@ async def kill_prefill_after_the_pull(scene: Scene) -> None:
 
 
 async def kill_decode_before_its_first_token(part: str, scene: Scene) -> None:
-    """Token 0 is the source's; the node that waits for the rest dies. The other one runs: a prefill
-    may take longer than a heartbeat is waited for, on a machine that is busy."""
+    """The source has sent token 0; the node that decodes the rest dies. The other decode node runs:
+    on a busy machine a prefill may take longer than the heartbeat timeout."""
     stream = scene.ask(LONG)
     source = await scene.holder("prefill", has_computed(2))
     puller = await scene.puller_of(source)
@@ -144,7 +145,7 @@ async def kill_decode_during_the_prefill(part: str, scene: Scene) -> None:
 
 
 async def kill_decode_at_token(token: int, part: str, scene: Scene, num_left: int = 40) -> None:
-    """Beside it run streams one slot before, on and behind the same block edge."""
+    """Other streams run one slot before, at and after the same block edge."""
     lengths = [6 * BLOCK_SIZE + shift - token for shift in (0, -1, 1)]
     name = None
     while name is None:
@@ -156,7 +157,7 @@ async def kill_decode_at_token(token: int, part: str, scene: Scene, num_left: in
 
 
 async def kill_decode_of_a_constrained(scene: Scene) -> None:
-    """Nothing of its grammar's state was anywhere else: it is followed anew from the tokens."""
+    """The grammar's state is lost with the engine, and rebuilt from the tokens."""
     schema = json.dumps({"type": "array", "items": {"enum": [True, "x"]}, "minItems": 60})
     constraint = Constraint(ConstraintKind.JSON_SCHEMA, schema)
     name = None
@@ -170,9 +171,10 @@ async def kill_decode_of_a_constrained(scene: Scene) -> None:
 
 
 async def kill_engines_under_one_request(scene: Scene) -> None:
-    """F37: it kills whoever computes it, and is not tried on a third; its neighbours live on."""
+    """F37: each engine that computes the request dies, and no third one is tried; its neighbours
+    survive."""
     killed: list[str] = []
-    while len(killed) < 2:  # once more, if we looked away when it was computed
+    while len(killed) < 2:  # repeat if its prefill was missed
         killed = []
         stream = scene.ask(DEADLY, expected_error=EngineFailed)
         neighbours = [scene.ask() for _ in range(NUM_NEIGHBOURS)]
@@ -193,7 +195,8 @@ async def kill_engines_under_one_request(scene: Scene) -> None:
 
 
 async def kill_both_decodes(scene: Scene) -> None:
-    """Nobody is left: who may wait goes on when a node is back, who may not is told."""
+    """No decode node is left: a request that may wait continues when a node is back, the other
+    fails."""
     waits = scene.ask(num_tokens=60)
     fails = scene.ask(num_tokens=60, gateway="gateway-1", expected_error=Unavailable)
     await asyncio.gather(waits.reached(2), fails.reached(2))
@@ -208,7 +211,7 @@ async def kill_both_decodes(scene: Scene) -> None:
 
 
 async def kill_gateway(scene: Scene) -> None:
-    """Its nodes free what they held for it; its client hears of it."""
+    """The nodes free the gateway's requests; its client is notified."""
     stream = scene.ask(num_tokens=1000, gateway="gateway-1", expected_error=Unavailable)
     await stream.reached(5)
     scene.kill("gateway-1")
@@ -217,7 +220,7 @@ async def kill_gateway(scene: Scene) -> None:
     assert took_s < SOON_S
 
 
-# --- F9: stopped and continued ------------------------------------------------------------------
+# --- F9: paused and continued -------------------------------------------------------------------
 
 
 async def pause_prefill(seconds: float, part: str, scene: Scene) -> None:
@@ -234,7 +237,7 @@ async def pause_decode(seconds: float, part: str, scene: Scene) -> None:
 
 
 async def hang_decode_engine(scene: Scene) -> None:
-    """Its supervisor is fine and takes streams, but no gateway counts on the engine again."""
+    """The supervisor works and accepts streams, but no gateway uses the engine again."""
     stream = scene.ask(num_tokens=60)
     await stream.reached(5)
     name = await scene.holder_of("decode", stream)
@@ -256,7 +259,7 @@ async def pause_gateway(seconds: float, scene: Scene) -> None:
 
 
 async def send_crafted_tickets(scene: Scene) -> None:
-    """F26: used up, of another pair, for the wrong engine: refused, and nothing is computed."""
+    """F26: used, for another pair, for the wrong engine: all refused, and nothing is computed."""
     source, puller = scene.incarnation("prefill-0"), scene.incarnation("decode-0")
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     good = Ticket("a" * 32, source, puller)
@@ -305,7 +308,7 @@ async def leave_in_the_prefill(scene: Scene) -> None:
 
 
 async def leave_before_the_pull(scene: Scene) -> None:
-    """Again where the gateway noticed the silence before it dispatched, or nearly."""
+    """Repeated if the gateway noticed the silence before its dispatch, or nearly so."""
     for _ in range(8):
         with scene.stopped("decode-0", "engine"), scene.stopped("decode-1", "engine"):
             stream = scene.ask(LONG, expected_error=Cancelled)
@@ -329,8 +332,8 @@ async def leave_in_the_decode(scene: Scene) -> None:
 
 
 async def take_ports(scene: Scene) -> None:
-    """F34: whoever finds its port taken says so, and ends; a node that tells the directory where it
-    is goes elsewhere."""
+    """F34: a process whose port is taken reports it and exits; a node without a fixed address
+    listens on another port."""
     launch = scene.cluster.launch
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -353,14 +356,15 @@ async def take_ports(scene: Scene) -> None:
             assert any(port in line for line in process.said)
 
 
-MISFITS = (  # name, flags, the field and both sides' values, whichever side says it
+MISFITS = (  # name, flags, and the field with both sides' values, whichever side reports it
     ("prefill-8", ("--dtype", "bfloat16"), ("dtype: ", "'float32' ", "'bfloat16' ")),
     ("decode-9", ("--seed", "7"), ("model: ", " here", " there")),
 )
 
 
 async def join_with_other_makes(scene: Scene) -> None:
-    """F42: KV of another type, of other weights, in other blocks; the other pairs serve."""
+    """F42: KV of another type or of other weights, and other block sizes, are refused; the other
+    pairs serve."""
     processes = scene.cluster.processes
     misfits = {name: scene.cluster.launch(name, *flags) for name, flags, _ in MISFITS}
     try:
@@ -400,7 +404,7 @@ def _has_said(process: NodeProcess, *words: str) -> bool:
 
 
 async def _greet_as_another_make(scene: Scene) -> None:
-    """A puller that is refused is told why, in the last frame; one that is not listed, at once."""
+    """A refused puller gets the reason in its last frame; an unlisted puller gets it at once."""
     source, puller = scene.incarnation("prefill-0"), "e" * 32
     hello = Hello(puller, {"block_size": "8"})
     key = ClusterSecret(SECRET).dialing_key
@@ -427,7 +431,7 @@ async def _greet_as_another_make(scene: Scene) -> None:
 
 @asynccontextmanager
 async def _announced(scene: Scene, incarnation: str) -> AsyncIterator[None]:
-    """While it lasts, the directory has an engine of this incarnation: links to it are refused."""
+    """Meanwhile the directory lists an engine of this incarnation, which accepts no links."""
     directory = RedisDirectory(RedisClient(scene.cluster.redis.url, CLUSTER, ClusterSecret(SECRET)))
     member = Member(
         *(incarnation, Role.DECODE, "nobody", "127.0.0.1:1", "demo", "f", 512, 16, 64),

@@ -1,4 +1,4 @@
-"""Redis, gateways and nodes as named processes, to be killed, stopped and restarted.
+"""Redis, gateways and nodes as named processes, to be killed, paused and restarted.
 
 Knows processes and their flags, and nothing of requests.
 """
@@ -19,7 +19,7 @@ from node_driver import NodeProcess, launch_program
 
 from baton.cluster.redis_server import RedisServer
 
-CHUNK_TOKENS = 64  # a step of about 10 ms: long enough to look between two
+CHUNK_TOKENS = 64  # a step of about 10 ms: long enough to poll in between
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 320,
@@ -32,12 +32,12 @@ MODEL: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "initializer_range": 0.1,
-    "eos_token_id": 2,  # constraints end with it; the other streams ignore it
+    "eos_token_id": 2,  # constraints end with it; other streams ignore it
 }
 
 
 def write_model(folder: Path) -> Path:
-    """A model directory for dummy weights: they come out the same in every process."""
+    """A model directory for dummy weights, which are the same in every process."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     write_byte_tokenizer(folder)
     return folder
@@ -47,8 +47,8 @@ def write_model(folder: Path) -> Path:
 class Cluster:
     """The processes. Names are `gateway-0`, `prefill-0`, `decode-1` and so on.
 
-    `flags` are those of each role, `incarnations` all engines that were ever seen. What is named
-    `...-1` runs under `python -O`: no fault may need an assert of ours to end well.
+    `flags`: flags by role, `incarnations`: all engines ever seen. Processes named `...-1` run under
+    `python -O`: no fault may rely on our asserts to end well.
     """
 
     redis: RedisServer
@@ -56,11 +56,11 @@ class Cluster:
     flags: dict[str, tuple[str, ...]]
     processes: dict[str, NodeProcess] = field(default_factory=dict)
     incarnations: set[str] = field(default_factory=set)
-    environment: dict[str, str] = field(default_factory=dict)  # of what is started from now on
-    fds: dict[int, int] = field(default_factory=dict)  # of a process, when it was first looked at
+    environment: dict[str, str] = field(default_factory=dict)  # of processes started later
+    fds: dict[int, int] = field(default_factory=dict)  # descriptors at the first check
 
     def launch(self, name: str, *flags: str) -> NodeProcess:
-        """Start a process of the cluster that nobody waits for."""
+        """Start a process of the cluster without waiting for it."""
         role = name.partition("-")[0]
         own = ["--model", str(self.model_dir), *self.flags.get(name, ())]
         if role == "gateway":
@@ -74,7 +74,7 @@ class Cluster:
         )
 
     def start(self, name: str) -> None:
-        """Start, or start again, one process; it is not ready yet."""
+        """Start, or restart, one process; it is not ready yet."""
         self.processes[name] = self.launch(name)
 
     def nodes(self, role: str = "") -> list[str]:
@@ -86,9 +86,9 @@ class Cluster:
         return pid
 
     def kill(self, name: str, part: str = "node") -> None:
-        """kill -9 of a node's engine, or of its supervisor: the engine goes with it.
+        """kill -9 of a node's engine, or of its supervisor, which takes the engine with it.
 
-        A supervisor is dead when this returns, as `restart_dead` would else take it for alive.
+        A supervisor is dead on return, since `restart_dead` would otherwise take it for alive.
         """
         if part == "engine":
             os.kill(self.engine_pid(name), signal.SIGKILL)
@@ -98,7 +98,7 @@ class Cluster:
 
     @contextmanager
     def stopped(self, name: str, part: str = "node") -> Iterator[None]:
-        """The process does not run, but lives: SIGSTOP, and SIGCONT afterwards."""
+        """The process is paused: SIGSTOP, and SIGCONT afterwards."""
         pids = self.processes[name].engine_pids()
         if part == "node":
             pids.append(self.processes[name].process.pid)
@@ -115,7 +115,7 @@ class Cluster:
                 os.kill(pid, number)
 
     def restart_dead(self) -> None:
-        """What an operator's service manager does."""
+        """Restart dead processes, as an operator's service manager does."""
         for name, process in list(self.processes.items()):
             if process.process.poll() is not None:
                 process.wait()

@@ -16,14 +16,14 @@ from fault_scenes.breakages import LONG, NUM_CHUNKS, has_computed
 from fault_scenes.faults import Scene, Stream
 
 NUM_TOKENS = 24  # of a victim
-PAUSE_S = 0.2  # nobody minds
-TRIES = 3  # to meet a card's moment
-HANG_S = 1.6  # beyond the gateway's patience of 1.2 s
+PAUSE_S = 0.2  # too short to be noticed
+TRIES = 3  # to hit a card's moment
+HANG_S = 1.6  # beyond the gateway's limit of 1.2 s
 
 
 @dataclass(frozen=True)
 class Card:
-    """`at`: how many chunks are computed, or how many tokens are out, when it strikes."""
+    """`at`: the number of computed chunks, or of sent tokens, at which it strikes."""
 
     role: str
     what: str  # kill, pause, hang
@@ -46,7 +46,8 @@ def dealt(cards: tuple[Card, ...], chance: random.Random) -> Iterator[Card]:
 
 
 class Striker:
-    """Strikes a scene's cluster. Remembers whose engine was killed: the next one restarts late."""
+    """Strikes a scene's cluster. Nodes whose engine was killed before restart late, so those die
+    whole."""
 
     def __init__(self) -> None:
         self._tired_pids: set[int] = set()
@@ -54,7 +55,7 @@ class Striker:
     async def strike(self, scene: Scene, card: Card, *, may_kill_engine: bool) -> str | None:
         """Play the card on a new stream; returns what was done, or None if its moment was missed.
 
-        With `may_kill_engine` its supervisor outlives the engine where that restarts soon.
+        With `may_kill_engine` only the engine is killed if its supervisor would restart it soon.
         """
         for _ in range(TRIES):
             if name := await _holder_of_victim(scene, card):
@@ -73,7 +74,7 @@ class Striker:
 
 
 async def _holder_of_victim(scene: Scene, card: Card) -> str | None:
-    """The node that has a new stream at the card's moment; None if we looked away when it came."""
+    """The node that has a new stream at the card's moment; None if the moment was missed."""
     if card.role == "prefill":
         stream = scene.ask(LONG, NUM_TOKENS)
         return await scene.holder_during(stream, "prefill", has_computed(card.at))
@@ -83,6 +84,6 @@ async def _holder_of_victim(scene: Scene, card: Card) -> str | None:
 
 
 async def leave(stream: Stream, num_tokens: int) -> None:
-    """Its client goes away at that token."""
+    """The client disconnects at that token."""
     await stream.reached(num_tokens)
     stream.generation.cancel()

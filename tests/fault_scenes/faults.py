@@ -7,8 +7,8 @@
                  O2 its tokens are the reference's, whole   O5 or the error that was expected
                  O3 every ledger is idle and balanced
 
-A phase of a request is observed from outside, by a node's ledger or by the client's stream, and
-held where needed by stopping a process: the product has no switch for tests.
+The phase of a request is observed from outside, by a node's ledger or by the client's stream, and
+held where needed by pausing a process: the product has no switch for tests.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from baton.proto.v1 import node_pb2_grpc
 
 BLOCK_SIZE = 16
 PATIENCE_S = 40.0
-NEAR_TIE = 1e-4  # of two scores: a hundred times what rounding moves one
+NEAR_TIE = 1e-4  # of two scores: a hundred times the effect of rounding
 VOCAB_SIZE: int = MODEL["vocab_size"]
-SPARE_FDS = 10  # connections come and go, and are closed at leisure
+SPARE_FDS = 10  # connections come and go, and are closed lazily
 
 Ledger = dict[str, Any]
 
 
 class Reference:
-    """What one process alone gives, in float32."""
+    """The output of one process alone, in float32."""
 
     def __init__(self, model_dir: Path) -> None:
         config = EngineConfig(
@@ -64,17 +64,18 @@ class Reference:
         self._local = LocalEngine(config, ModelRunner(config))
 
     def tokens(self, streams: Sequence[Stream]) -> list[list[int]]:
-        """What each stream should bring; of one that ends by an error, what it has brought."""
+        """The expected tokens of each stream; of one that ends with an error, as many as it
+        received."""
         requests = [self._request(stream) for stream in streams]
         outputs = outputs_of(self._local, requests)
         return [outputs[request.key] for request in requests]
 
     def num_near_ties(self, stream: Stream, expected: list[int]) -> int:
-        """Fail unless the stream brought what it should; returns how often it took an equal token.
+        """Fail unless the stream has the expected tokens; returns how often it took a tied token.
 
-        Batches of other shapes round otherwise: a score moves by about 1e-6, and once in 100,000
-        tokens or so that exchanges the best two. What follows is then what follows the stream's own
-        token. Any other difference fails.
+        Batches of other shapes round differently: a score moves by about 1e-6, and about once in
+        100,000 tokens that exchanges the best two. The expected continuation is then that of the
+        stream's own token. Any other difference fails.
         """
         num_ties = 0
         while stream.tokens != (wanted := expected[: len(stream.tokens)]):
@@ -89,7 +90,7 @@ class Reference:
         return num_ties
 
     def margin(self, stream: Stream, index: int) -> float:
-        """How far the score of the stream's token lies below the best one."""
+        """How far the score of the stream's token is below the best one."""
         sampling = replace(stream.sampling, max_tokens=index + 1, logprobs=VOCAB_SIZE)
         request = replace(self._request(stream, index), sampling=sampling)
         self._local.engine.add(request)
@@ -108,7 +109,7 @@ class Reference:
         return float(logits.max() - logits[0, stream.tokens[index]])
 
     def rest(self, stream: Stream, num_known: int) -> list[int]:
-        """What should follow the stream's first tokens."""
+        """The expected tokens after the stream's first `num_known` tokens."""
         if num_known == stream.num_due:
             return []
         request = self._request(stream, num_known)
@@ -128,7 +129,7 @@ class Reference:
 class Stream:
     """One request as its client sees it.
 
-    `expected_error` must come. With `may_fail` any typed error may.
+    `expected_error` must occur. With `may_fail` any typed error may occur.
     """
 
     prompt: tuple[int, ...]
@@ -156,7 +157,8 @@ class Stream:
 
     @property
     def num_due(self) -> int:
-        """Tokens to compare with the reference; at least one, as a reference is a request too."""
+        """Number of tokens to compare with the reference; at least one, as the reference is a
+        request too."""
         if self.expected_error is None:
             return self.sampling.max_tokens
         return max(1, len(self.tokens))
@@ -167,7 +169,7 @@ class Stream:
         return self.generation.result
 
     async def reached(self, num_tokens: int) -> None:
-        """Wait until so many tokens have come."""
+        """Wait until that many tokens have arrived."""
         while len(self.tokens) < num_tokens:
             assert not self.is_over, f"over after {len(self.tokens)} tokens: {self.error}"
             self._changed.clear()
@@ -179,7 +181,7 @@ class Stream:
             await asyncio.shield(self.reading)
 
     def routed_s(self) -> list[float]:
-        """When the gateway dispatched it, each time; unix seconds."""
+        """The times of the gateway's dispatches; unix seconds."""
         stamps = self.result.timeline
         return [s.unix_ns / 1e9 for s in stamps if s.event is Event.ROUTED]
 
@@ -216,19 +218,19 @@ class Scene:
         return self._clients[address]
 
     def incarnation(self, name: str) -> str:
-        """Of a node's engine, as it was when all was whole."""
+        """The incarnation of a node's engine before the fault."""
         return next(each for each, node in self.names.items() if node == name)
 
-    # --- breaking ---------------------------------------------------------------------------------
+    # --- faults -----------------------------------------------------------------------------------
 
     def kill(self, name: str, part: str = "node") -> None:
-        """`Cluster.kill`, and note when."""
+        """`Cluster.kill`, and record the time."""
         self.broken_s = time.time()
         self.cluster.kill(name, part)
 
     @contextmanager
     def stopped(self, name: str, part: str = "node") -> Iterator[None]:
-        """`Cluster.stopped`, and note when."""
+        """`Cluster.stopped`, and record the time."""
         self.broken_s = time.time()
         with self.cluster.stopped(name, part):
             yield
@@ -253,7 +255,7 @@ class Scene:
         timeout_s: float | None = None,
         **sampling: Any,
     ) -> Stream:
-        """Start a request: greedy if nothing else is said, with a prompt that nobody has seen."""
+        """Start a request, greedy by default, with a prompt that was not used before."""
         if prompt is None:
             prompt = tuple(random.choices(range(3, 320), k=num_prompt_tokens))
         settings = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True} | sampling
@@ -269,7 +271,7 @@ class Scene:
         self.streams.append(stream)
         return stream
 
-    # --- looking ----------------------------------------------------------------------------------
+    # --- observation ------------------------------------------------------------------------------
 
     async def ledger(self, name: str) -> Ledger:
         """The ledger of a node's engine. Raises AioRpcError while the node is away."""
@@ -283,7 +285,7 @@ class Scene:
         return found
 
     async def holder(self, role: str, holds: Callable[[Ledger], bool]) -> str:
-        """The first node of this role of whose ledger `holds` is true; waits for one."""
+        """The first node of this role for whose ledger `holds` is true; waits for one."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 if name := await self._look(role, holds):
@@ -292,7 +294,7 @@ class Scene:
     async def holder_during(
         self, stream: Stream, role: str, holds: Callable[[Ledger], bool]
     ) -> str | None:
-        """The same for a moment of this stream; None if we looked away when it came."""
+        """The same for a moment of this stream; None if the moment was missed."""
         while not stream.is_over:
             if name := await self._look(role, holds):
                 return name
@@ -305,12 +307,12 @@ class Scene:
         return None
 
     async def puller_of(self, source: str) -> str:
-        """The node that waits for what `source` computes."""
+        """The node that waits for the KV that `source` computes."""
         (transfer,) = (await self.ledger(source))["transfers"].values()
         return self.names[transfer["puller"]]
 
     async def holder_of(self, role: str, stream: Stream) -> str | None:
-        """The node that runs a request whose first token has come."""
+        """The node that runs a request whose first token has arrived."""
         name = f"{stream.generation.id}/"
         return await self.holder_during(
             stream,
@@ -321,11 +323,11 @@ class Scene:
     # --- healing and checking ---------------------------------------------------------------------
 
     async def heal(self) -> None:
-        """Start what is dead, and wait until every node is ready and every pair linked."""
-        await until(self._is_whole, every_s=0.05)  # what starts needs the processor itself
+        """Restart what is dead, and wait until every node is ready and every pair linked."""
+        await until(self._is_whole, every_s=0.05)  # starting processes need the CPU
 
     async def _is_whole(self) -> bool:
-        self.cluster.restart_dead()  # each time: what breaks may end later
+        self.cluster.restart_dead()  # each time: broken processes may end later
         await asyncio.to_thread(lambda: [p.address for p in self.cluster.processes.values()])
         try:
             for gateway in (n for n in self.cluster.processes if n.startswith("gateway")):
@@ -342,7 +344,7 @@ class Scene:
         return all(states.count("ready") >= num_sources for states in links)
 
     async def wait_idle(self, *names: str, timeout_s: float = 5.0) -> float:
-        """Wait until these nodes hold nothing for anybody; returns how long that took."""
+        """Wait until these nodes hold no requests or transfers; returns the seconds taken."""
         began_s = time.monotonic()
         for name in names or self.cluster.nodes():
 
@@ -353,7 +355,7 @@ class Scene:
         return time.monotonic() - began_s
 
     def found_s(self, stream: Stream) -> float:
-        """From the fault to the dispatch that it caused."""
+        """Seconds from the fault to the dispatch that it caused."""
         return stream.routed_s()[-1] - self.broken_s
 
     @property
@@ -362,7 +364,7 @@ class Scene:
         return max((s for s in self.streams if s.error is None), key=lambda s: s.result.attempts)
 
     async def check(self) -> None:
-        """O1 to O5 once all streams are over; heals."""
+        """Check O1 to O5 once all streams are over; heals."""
         self.cluster.restart_dead()
         for stream in self.streams:
             await stream.end()  # O1
@@ -375,7 +377,7 @@ class Scene:
         await self._check_leftovers()
 
     async def _check_leftovers(self) -> None:
-        """O4: one engine a node, one socket an engine, no more descriptors than ever."""
+        """O4: one engine per node, one socket per engine, no growing number of descriptors."""
         engines = [self.cluster.engine_pid(name) for name in self.cluster.nodes()]
         assert len(set(engines)) == len(self.cluster.nodes())
         self.cluster.incarnations |= self.names.keys()
@@ -397,14 +399,14 @@ class Scene:
 async def until(
     holds: Callable[[], Awaitable[bool]], timeout_s: float = PATIENCE_S, every_s: float = 0.005
 ) -> None:
-    """Wait for something in another process that nobody tells us of."""
+    """Poll for a condition in another process."""
     async with asyncio.timeout(timeout_s):
         while not await holds():  # noqa: ASYNC110
             await asyncio.sleep(every_s)
 
 
 def _check_stream(stream: Stream, num_tokens: int) -> None:
-    """O2 and O5: all tokens came, unless an error says why not."""
+    """O2 and O5: all tokens arrived, or the expected error."""
     if stream.expected_error is not None:
         assert isinstance(stream.error, stream.expected_error) and stream.error.message
     elif stream.may_fail and stream.error is not None:

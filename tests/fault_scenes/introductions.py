@@ -1,8 +1,8 @@
 """Processes in separate clusters that are announced to each other: each may see another at a
 different address.
 
-A process announced as being on another host is dialled by TCP, at the announced address; all run
-here.
+A process announced as being on another host is dialled by TCP, at the announced address; all run on
+this host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TTL_S = 60.0
 
 
 class Introductions:
-    """Of clusters by name. Closed with `stack`."""
+    """Announcements between clusters, by name. Closed with `stack`."""
 
     def __init__(self, redis_url: str, stack: AsyncExitStack) -> None:
         self._redis_url = redis_url
@@ -32,7 +32,7 @@ class Introductions:
         self._directories: dict[str, RedisDirectory] = {}
 
     def flags(self, name: str) -> tuple[str, str]:
-        """With which a process joins it."""
+        """Flags of a process in this cluster."""
         return ("--cluster", f"{name}-{self._suffix}")
 
     def _directory(self, name: str) -> RedisDirectory:
@@ -51,10 +51,10 @@ class Introductions:
         raise AssertionError("the watch ended")
 
     async def show(self, member: Member, *to: str) -> None:
-        """As it is: by its unix socket."""
+        """Announce it unchanged: reached by its unix socket."""
         for name in to:
             await self._directory(name).announce(member, _TTL_S)
 
     async def show_elsewhere(self, member: Member, *to: str) -> None:
-        """As one of another host, at the address that it advertises."""
+        """Announce it as on another host, at the address that it advertises."""
         await self.show(dataclasses.replace(member, host_id=ANOTHER_HOST), *to)

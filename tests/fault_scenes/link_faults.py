@@ -24,20 +24,20 @@ from baton.client import AsyncClient
 
 SEED = 27
 LEASE_S = 1.0
-PATIENCE_S = 2.0  # of a request's client: what waits for a lost message ends then
+PATIENCE_S = 2.0  # of a request's client: a wait for a lost message ends then
 WAYS = [(name, way) for name in ("gateway", "puller") for way in ("on", "back")]
 
 
 @dataclass
 class Tangled:
-    """A gateway and two nodes that reach each other through tangles only."""
+    """A gateway and two nodes that reach each other only through tangles."""
 
     client: AsyncClient
-    nodes: tuple[str, ...]  # addresses, which no tangle stands before
+    nodes: tuple[str, ...]  # addresses without a tangle
     tangles: tuple[Tangle, ...]
 
     def befall(self, *ways: tuple[str, str], **mishaps: float) -> None:
-        """From now on these happen to messages of these directions, and nothing to others."""
+        """From this moment on apply the mishaps to messages of these directions only."""
         for tangle in self.tangles:
             tangle.mishaps = dict.fromkeys(ways, mishaps)
 
@@ -47,7 +47,8 @@ class Tangled:
 
 
 async def shuffle_messages(scene: Scene) -> None:
-    """F27: doubled answers change nothing; whatever else comes, tokens are right or an error is."""
+    """F27: duplicated responses change nothing; with other mishaps tokens are right or an error
+    occurs."""
     async with _tangled(scene) as world:
         await until(lambda: _is_linked(world))
         world.befall(*WAYS[1:], double=1.0)
@@ -75,7 +76,7 @@ async def _is_linked(world: Tangled) -> bool:
 
 
 async def _ask(scene: Scene, world: Tangled, count: int, *, may_fail: bool = False) -> list[Stream]:
-    """Requests of some chunks each, at once; returns when they are over."""
+    """Send requests of some chunks each at once; returns when they are over."""
     streams = [
         scene.ask(70 + 5 * i, 12, client=world.client, timeout_s=PATIENCE_S, may_fail=may_fail)
         for i in range(count)
@@ -87,7 +88,8 @@ async def _ask(scene: Scene, world: Tangled, count: int, *, may_fail: bool = Fal
 
 @asynccontextmanager
 async def _tangled(scene: Scene) -> AsyncIterator[Tangled]:
-    """Start the three, each in a cluster of its own, and show them each other behind tangles."""
+    """Start the three processes, each in a cluster of its own, and announce them with tangles
+    between."""
     launch = scene.cluster.launch
     async with AsyncExitStack() as stack:
         known = Introductions(scene.cluster.redis.url, stack)

@@ -16,13 +16,13 @@ from fault_scenes.faults import BLOCK_SIZE, Scene, Stream
 POOL_BLOCKS = 98
 PREFIX_BLOCKS = 20
 HEARTBEAT_S = 0.25
-MAX_SILENCE_S = 0.8  # the gateway's patience is 1.2 s
+MAX_SILENCE_S = 0.8  # the gateway's limit is 1.2 s
 
 
 async def ask_by_a_stale_index(scene: Scene) -> None:
-    """F25: Redis stands still, so the index goes on naming blocks that hold other prompts by now.
+    """F25: Redis is paused, so that the index lists blocks which were overwritten by other prompts.
 
-    The gateway sends each prompt where it was; there it is a miss, and nothing else.
+    The gateway sends each prompt to its old engine, where it is only a miss.
     """
     firsts = [scene.ask(PREFIX_BLOCKS * BLOCK_SIZE + 5, 4) for _ in range(4)]
     homes = await _homes(firsts)
@@ -48,12 +48,12 @@ async def _homes(streams: list[Stream]) -> list[str]:
 
 
 async def _ask_again(scene: Scene, firsts: list[Stream]) -> list[Stream]:
-    await asyncio.sleep(1.2 * HEARTBEAT_S)  # the gateway knows the index, and that all are idle
+    await asyncio.sleep(1.2 * HEARTBEAT_S)  # until index and loads are up to date
     return [scene.ask(num_tokens=4, prompt=first.prompt) for first in firsts]
 
 
 async def _rewrite_the_pools(scene: Scene) -> None:
-    """Ask for other prompts until each prefill node has filled its pool with them."""
+    """Send other prompts until each prefill node has filled its pool with them."""
     num_blocks = dict.fromkeys(PREFILLS, 0)
     while min(num_blocks.values()) < POOL_BLOCKS:
         for home in await _homes([scene.ask(420, 2) for _ in range(4)]):
@@ -61,16 +61,16 @@ async def _rewrite_the_pools(scene: Scene) -> None:
 
 
 async def ask_for_more_than_fits(scene: Scene) -> None:
-    """F28: eight requests of 29 blocks for two pools of 98: they queue, and all end."""
+    """F28: eight requests of 29 blocks for two pools of 98: they queue, and all complete."""
     for _ in range(8):
         scene.ask(420, 16)
 
 
 async def outgrow_the_pool(scene: Scene) -> None:
-    """F28: short outputs so far, so that many are let in; then all get long.
+    """F28: outputs are short at first, so that many requests are admitted; then all get long.
 
-    Seven requests of 7 blocks are let into a pool of 98, and want 15 each at their end. On a
-    machine that others keep busy they may come one after the other: then more follow.
+    Seven requests of 7 blocks are admitted to a pool of 98, and need 15 each at their end. On a
+    busy machine they may run one after the other: then more waves follow.
     """
     client = scene.client()
     shorts = [
@@ -89,8 +89,8 @@ async def outgrow_the_pool(scene: Scene) -> None:
 
 
 async def _ask_for_long_outputs(scene: Scene) -> None:
-    """Both decode engines stand still until all prompts are computed, or nearly."""
-    await asyncio.sleep(1.2 * HEARTBEAT_S)  # the gateway knows that all are idle
+    """Both decode engines are paused until all prompts are computed, or nearly all."""
+    await asyncio.sleep(1.2 * HEARTBEAT_S)  # until all count as idle
     with scene.stopped("decode-0", "engine"), scene.stopped("decode-1", "engine"):
         streams = []
         for number in range(14):
@@ -109,7 +109,7 @@ async def _num_preemptions(scene: Scene) -> int:
 
 
 async def stop_the_pulls(scene: Scene) -> None:
-    """F29: finished prompts fill the credit of the prefill nodes; nobody fetches them."""
+    """F29: finished prompts use up the credit of the prefill nodes, since nobody fetches them."""
     waves = 0
     while not await _finish_prompts_that_nobody_fetches(scene):
         waves += 1
@@ -117,7 +117,7 @@ async def stop_the_pulls(scene: Scene) -> None:
 
 
 async def _finish_prompts_that_nobody_fetches(scene: Scene) -> bool:
-    """Whether any were: on a slow machine the gateway may notice first who stands still."""
+    """Whether there were any: on a slow machine the gateway may first detect the paused engines."""
     with scene.stopped("decode-0", "engine"), scene.stopped("decode-1", "engine"):
         streams = [scene.ask(420) for _ in range(6)]
         with suppress(TimeoutError):

@@ -32,7 +32,7 @@ from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 
-NEAR_TIE = 1e-3  # of the two best logits: float32 in another batch differs by about 1e-5
+NEAR_TIE = 1e-3  # of the two best logits: float32 differs by about 1e-5 between batches
 IN_FLIGHT = 40
 _REFERENCE_BATCH = 200
 _ENTRIES_RUN_OUT_S = 15.0
@@ -40,7 +40,7 @@ _ENTRIES_RUN_OUT_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request of the mix; `cancel_at`: leave it after so many tokens."""
+    """One request of the mix; `cancel_at`: cancel it after that many tokens."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -49,7 +49,7 @@ class Asked:
 
 @dataclass
 class Outcome:
-    """What a run came to."""
+    """The results of a run."""
 
     ended: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0
@@ -59,7 +59,8 @@ class Outcome:
 
 
 def draw(num_requests: int, seed: int, *, max_prompt_tokens: int) -> list[Asked]:
-    """Long and short prompts, some with a common beginning; greedy and sampled; some to be left."""
+    """Long and short prompts, some with a common prefix; greedy and sampled; some to be
+    cancelled."""
     rng = random.Random(seed)
     beginnings = [tuple(rng.choices(range(3, 320), k=k)) for k in (40, 100)]
     asked = []
@@ -78,7 +79,8 @@ def draw(num_requests: int, seed: int, *, max_prompt_tokens: int) -> list[Asked]
 
 
 def decodes(ledger: Ledger) -> bool:
-    """Whether the engine decodes something: on one with the prefill role, a whole request."""
+    """Whether the engine decodes a request; if it has the prefill role, one that it serves
+    whole."""
     requests = ledger.get("requests", {}).values()
     return any(0 < one["num_computed_tokens"] == one["num_tokens"] - 1 for one in requests)
 
@@ -90,10 +92,10 @@ async def run(
     kills: dict[int, str],
     is_due: Callable[[Ledger], bool] | None = None,
 ) -> Outcome:
-    """Send everything, a bounded number at a time; `kills`: by request, the node to kill then, or
-    after the next ones, as soon as `is_due` of its ledger.
+    """Send all requests, a bounded number at a time. `kills`: the node to kill by request number,
+    then or as soon as `is_due` holds for its ledger.
 
-    A killed node is started again at once, as an operator's service manager does it.
+    A killed node is restarted at once, as an operator's service manager does.
     """
     places = asyncio.Semaphore(IN_FLIGHT)
     outcome = Outcome()
@@ -126,7 +128,7 @@ async def run(
 
 
 async def _follow(stream: Stream, one: Asked, places: asyncio.Semaphore, outcome: Outcome) -> None:
-    """Read a stream to its end, or leave it where its asker does."""
+    """Read a stream to its end, or cancel it at its `cancel_at`."""
     assert stream.reading is not None
     try:
         if one.cancel_at is not None and one.cancel_at < one.sampling.max_tokens:
@@ -157,7 +159,7 @@ class Reference:
         return outputs_of(self._local, [request])[request.key]
 
     def compare(self, streams: list[Stream], outcome: Outcome) -> None:
-        """Assert that what each stream brought is what this process gives, but for near-ties."""
+        """Assert that each stream has this process's tokens, except near-ties."""
         compared = [stream for stream in streams if stream.tokens]
         for start in range(0, len(compared), _REFERENCE_BATCH):
             batch = compared[start : start + _REFERENCE_BATCH]
@@ -174,12 +176,12 @@ class Reference:
                 gap = self._gap(stream, index, token, wanted)
                 assert gap < NEAR_TIE, f"token {index} of {len(stream.prompt)}: {gap} below"
                 outcome.near_ties.append(f"{gap:.1e} at token {index}")
-                return  # behind it the two go different ways
+                return  # after a near-tie the outputs diverge
 
     def _gap(self, stream: Stream, index: int, token: int, wanted: int) -> float:
-        """How far the two tokens' log-probabilities are apart there, by this process.
+        """The distance of the two tokens' log-probabilities at that place, by this process.
 
-        A sampled token adds noise of its own, which is the same on both sides.
+        A sampled token adds its noise, which is the same on both sides.
         """
         prompt = (*stream.prompt, *stream.tokens[:index])
         how = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=20)
@@ -200,7 +202,7 @@ def _request(stream: Stream) -> Request:
 
 
 async def assert_fsck_is_clean(cluster: Cluster) -> None:
-    """`baton fsck` finds no problem, once the entries of killed nodes have run out."""
+    """`baton fsck` finds no problem, once the entries of killed nodes have expired."""
     config = ClusterConfig(redis_url=cluster.redis.url, cluster=CLUSTER, cluster_secret=SECRET)
     deadline_s = time.monotonic() + _ENTRIES_RUN_OUT_S
     while True:

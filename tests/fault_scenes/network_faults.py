@@ -1,7 +1,7 @@
 """Network faults between a source and its pullers: bytes vanish, connections are reset.
 
 prefill-9, "near" ══ Tangle ══ WireProxy ══► decode-9, "far"        the pair that breaks
-       ║      ╚════════ unix socket ════════► decode-8, "beside"    a pair that is fine
+       ║      ╚════════ unix socket ════════► decode-8, "beside"    a healthy pair
        ╚═ data port ══════════ WireProxy ══► decode-9               "front": gateway-9 reaches all
 
 Blocks are transferred by `--kv-transport tcp`. decode-9 sees the source as on another host, at
@@ -46,13 +46,13 @@ class Network:
     data: dict[int, WireProxy] = field(default_factory=dict)  # by port
 
     def lose(self, ways: frozenset[str]) -> None:
-        """From now on what goes these ways between source and puller vanishes."""
+        """From this moment on drop all bytes of these directions between source and puller."""
         for wire in (self.control, *self.data.values()):
             wire.lost = ways
 
 
 async def break_a_pair_in_every_way(scene: Scene) -> None:
-    """F11, F12, F16: one direction, the other, both; and resets under load for a while."""
+    """F11, F12, F16: one direction, the other, both; and repeated resets under load."""
     async with network(scene) as net:
         for ways in ({ON, BACK}, {BACK}, {ON}):
             await _part(scene, net, frozenset(ways))
@@ -60,12 +60,12 @@ async def break_a_pair_in_every_way(scene: Scene) -> None:
 
 
 async def _part(scene: Scene, net: Network, ways: frozenset[str]) -> None:
-    """Two nodes whom everybody else reaches do not reach each other, or one of them does not, in
-    the middle of hand-offs. All goes on with the other pair."""
+    """Two nodes, reachable by all others, lose one or both directions between them in the middle of
+    hand-offs; requests continue on the other pair."""
     first = await _ask(scene, net)
     assert {stream.result.decode_node for stream in first} == {"decode-8", "decode-9"}
     wires = [*net.data.values()]
-    for wire in wires:  # in a body: the rest of an answer is lost
+    for wire in wires:  # within a body: the rest of the response is lost
         wire.lose_after(700_000, BACK, ways)
     streams = [scene.ask(n, 12, client=net.client) for n in PROMPTS]
 
@@ -84,16 +84,16 @@ async def _part(scene: Scene, net: Network, ways: frozenset[str]) -> None:
     took_s = await _idle_s(net)
     print(f"{sorted(ways)} lost: {len(hit)} streams went on within {found_s:.2f} s")
     print(f"     all ledgers clean {took_s:.2f} s after their ends")
-    assert found_s < LIVENESS_S + 0.6  # and the new dispatch, beside whatever else runs here
+    assert found_s < LIVENESS_S + 0.6  # including the new dispatch, on a busy machine
     assert took_s < LEASE_S
     net.lose(frozenset())
     await until(partial(_is_linked, net, 2))
 
 
 async def _reset_data_connections(scene: Scene, net: Network, seconds: float) -> None:
-    """Whatever is in a chunk when its connection is reset, no attempt notices.
+    """A reset within any part of a chunk costs no attempt.
 
-    Every MB, and then for some seconds 7.5 times a second.
+    Resets happen every MB, and then for some seconds 7.5 times a second.
     """
     (wire,) = net.data.values()
     num_resets = wire.num_resets
@@ -124,7 +124,7 @@ async def _reset(wire: WireProxy, until_s: float) -> None:
 
 
 async def _ask(scene: Scene, net: Network) -> list[Stream]:
-    """Requests of some chunks each, at once; returns when they are over."""
+    """Send requests of some chunks each at once; returns when they are over."""
     streams = [scene.ask(n, 12, client=net.client) for n in PROMPTS]
     for stream in streams:
         await stream.end()
@@ -132,7 +132,7 @@ async def _ask(scene: Scene, net: Network) -> list[Stream]:
 
 
 async def _idle_s(net: Network) -> float:
-    """How long until no node holds anything for anybody."""
+    """Seconds until no node holds any request or transfer."""
     began_s = time.monotonic()
     await wait_idle(*net.nodes.values(), timeout_s=2 * LEASE_S)
     return time.monotonic() - began_s
@@ -145,7 +145,7 @@ async def _is_linked(net: Network, num_links: int) -> bool:
 
 @asynccontextmanager
 async def network(scene: Scene) -> AsyncIterator[Network]:
-    """Start the four, each in a cluster of its own, and show them each other."""
+    """Start the four processes, each in a cluster of its own, and announce them to each other."""
     launch = scene.cluster.launch
     tcp = ("--kv-transport", "tcp")
     processes: list[NodeProcess] = []

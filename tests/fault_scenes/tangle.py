@@ -4,8 +4,8 @@
     puller  ══ TCP ══► Tangle ══► source
 
 TCP itself neither duplicates nor reorders, so these are faults that a bug in a channel would cause.
-It knows how a channel begins and a single message, the source's Hello: `on_data_port` gets the data
-port in it.
+The proxy parses the start of a channel and one message, the source's Hello: `on_data_port` receives
+the data port in it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DOUBLE, SWAP, LOSE = "double", "swap", "lose"
 
 
 class Tangle:
-    """In front of an engine that makes `address` known; say where it is: `target`.
+    """A proxy in front of an engine that announces `address`; `target` is the engine's own address.
 
-    `mishaps`: what befalls how many of the frames of a direction: `("puller", "back")` and so on,
-    each a share by kind. `counts` notes what was done. What begins a channel is left alone: the
-    handshake, and what each side says first. So are empty frames, which say nothing.
+    `mishaps`: by direction, such as `("puller", "back")`, the share of frames for each kind of
+    mishap. `counts`: the applied mishaps. The beginning of a channel passes unchanged: the
+    handshake, and each side's first message. So do empty frames, which carry no message.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Tangle:
     async def _pass_on(
         self, source: asyncio.StreamReader, target: asyncio.StreamWriter, way: tuple[str, str]
     ) -> None:
-        """The frames of one direction as the other side gets them."""
+        """Forward the frames of one direction, with mishaps."""
         async for payload in self._tangled(_frames(source), way):
             if way == (PULLER.decode(), "back") and payload:
                 self._look(payload)
@@ -112,7 +112,7 @@ class Tangle:
                 held = None
 
     def _draw(self, way: tuple[str, str]) -> str | None:
-        """What befalls the next frame of this direction."""
+        """The mishap of the next frame of this direction, or None."""
         left = self._random.random()
         for kind, share in self.mishaps.get(way, {}).items():
             if left < share:
@@ -140,7 +140,7 @@ async def _frame(source: asyncio.StreamReader) -> bytes:
 
 
 async def _frames(source: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Until the stream ends."""
+    """Frames until the stream ends."""
     with suppress(asyncio.IncompleteReadError, OSError):
         while True:
             yield await _frame(source)

@@ -25,17 +25,17 @@ NUM_BLOCKS = 130
 ENGINE_KEY = bytes(range(32))  # fakes/access.py
 LAYOUT = KvLayout(
     num_layers=32, num_kv_heads=8, block_size=16, head_dim=128, dtype=torch.bfloat16
-)  # 2 MiB: Llama-3.1-8B's
+)  # 2 MiB, as of Llama-3.1-8B
 
 
 def content(block_id: int, generation: int) -> int:
     """The 64-bit word that fills a block of this generation."""
     word = (generation & ~0xFFFF) | block_id
-    return word - (word >> 63 << 64)  # as torch has it: signed
+    return word - (word >> 63 << 64)  # signed, as torch stores it
 
 
 class Source:
-    """A pool that is rewritten as engines do it: the generation moves first."""
+    """A pool that is rewritten like an engine's: the generation moves first."""
 
     def __init__(self, incarnation: str, device: torch.device, fd: int, num_allocated: int) -> None:
         self.kv = CudaKvMemory(LAYOUT, num_allocated, device)
@@ -46,7 +46,7 @@ class Source:
         block.copy_(torch.frombuffer(canary, dtype=torch.uint8).view(block.shape))
         for block_id in range(NUM_RESERVED_BLOCKS, num_allocated):
             self.rewrite(block_id)
-        self.kv.num_blocks = NUM_BLOCKS  # what is announced
+        self.kv.num_blocks = NUM_BLOCKS  # the announced number
         self.exporter = export_cuda_pool(incarnation, self.kv, self.generations.fd, ENGINE_KEY)
 
     def rewrite(self, block_id: int) -> None:

@@ -114,7 +114,7 @@ def test_a_prepared_pull_is_judged_when_it_starts(
         ]
         source.tell("rewrite 11")
         assert source.receive() == "rewritten"
-        for start in starters[:2]:  # the third is never wanted
+        for start in starters[:2]:  # the third pull is not started
             start(outcomes.put)
         assert [outcomes.get(timeout=10) for _ in range(2)] == [PullOutcome.OK, PullOutcome.STALE]
     assert all(holds(kv, pair) for pair in pairs)
@@ -179,15 +179,16 @@ def test_nothing_is_written_once_a_cancelled_pull_is_reported(
             for handle in handles:
                 handle.cancel()
             ended = {done.get(timeout=20) for _ in handles}
-            assert ended <= {PullOutcome.CANCELLED, PullOutcome.OK}  # some end before the word
-            kv.tensor.view(torch.int64).fill_(-1)  # somebody else's now
+            assert ended <= {PullOutcome.CANCELLED, PullOutcome.OK}  # some end before the cancel
+            kv.tensor.view(torch.int64).fill_(-1)  # the blocks may belong to another request
             time.sleep(0.002)
             assert bool((kv.tensor.view(torch.int64) == -1).all())
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_source_dies_during_copies(kv: CudaKvMemory, method: str) -> None:
-    """Every pull reports once; what is OK is what was announced; this process works on."""
+    """Each pull reports once, pulls that report OK have the announced bytes, and the process
+    survives."""
     outcomes: collections.Counter[str] = collections.Counter()
     for delay_s in (0.0, 0.001, 0.003, 0.01):
         done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
@@ -199,7 +200,7 @@ def test_the_source_dies_during_copies(kv: CudaKvMemory, method: str) -> None:
                 time.sleep(delay_s)
                 source.process.kill()
                 source.process.wait()
-                later = pull(window, *pairs)  # through the mapping of a dead process
+                later = pull(window, *pairs)  # through a dead process's mapping
             assert done.qsize() == 40
             outcomes.update(done.get().value for _ in range(40))
             outcomes[f"later {later.value}"] += 1
@@ -225,7 +226,7 @@ def free_bytes(gpu: str) -> int:
 
 
 def test_kill_9_of_the_source_gives_its_memory_back(kv: CudaKvMemory) -> None:
-    torch.zeros(1, device=SOURCE_GPU)  # this process's own context is not to be counted
+    torch.zeros(1, device=SOURCE_GPU)  # exclude this process's own context from the count
     before = free_bytes(SOURCE_GPU)
     pool_bytes = NUM_BLOCKS * LAYOUT.block_bytes
     with source_process() as source:
@@ -280,7 +281,7 @@ def test_memory_that_cannot_be_read_is_named(kv: CudaKvMemory) -> None:
         pass
     exporter.close()
     host.close()
-    torch.zeros(1, device=PULLER_GPU)  # and CUDA is none the worse for it
+    torch.zeros(1, device=PULLER_GPU)  # and CUDA still works
 
 
 def test_without_peer_access_blocks_are_staged_and_it_is_told(

@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-NEAR_TIE = 1e-3  # of the top two logits: float32 on two devices differs by about 1e-4 in a logit
+NEAR_TIE = 1e-3  # of the top two logits: float32 logits differ by about 1e-4 between devices
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "demo": {},
     "gqa 4:2": {},
@@ -71,13 +71,14 @@ def engine(folder: Path) -> Iterator[LocalEngine]:
 
 
 def test_a_step_takes_what_it_was_on_the_device() -> None:
-    """Whatever is in front of it; and from the first one on, where two are one."""
+    """`device_s` excludes the work queued before the step; for two joined steps it counts from the
+    first one's start."""
     runner = ModelRunner(config_of(resolve_model_dir("demo")))
     spec = SampleSpec(SamplingParams(temperature=0.0), key=1)
-    for num_tokens in (1, 9, 700):  # a graph, a prefill's graph, kernel by kernel
+    for num_tokens in (1, 9, 700):  # a graph, a prefill's graph, no graph
         batch = [SequenceSlice([5] * num_tokens, 0, list(range(2, 50)), spec)]
-        runner.launch(batch).collect()  # compiled now
-        torch.cuda._sleep(400_000_000)  # cycles: a fifth of a second
+        runner.launch(batch).collect()  # compile first
+        torch.cuda._sleep(400_000_000)  # cycles: 0.2 s
         first = runner.launch(batch)
         torch.cuda._sleep(400_000_000)
         second = runner.launch(batch)
@@ -94,11 +95,11 @@ def test_others_see_when_a_step_has_written_its_kv() -> None:
     runner.count_steps(page)
     reader = GenerationsReader(page.fd, runner.kv.num_blocks, "ab" * 16)
     spec = SampleSpec(SamplingParams(temperature=0.0), key=1)
-    for num_tokens in (1, 9, 700):  # a graph, a prefill's graph, kernel by kernel
+    for num_tokens in (1, 9, 700):  # a graph, a prefill's graph, no graph
         batch = [SequenceSlice([5] * num_tokens, 0, list(range(2, 50)), spec)]
-        runner.launch(batch).collect()  # compiled now
+        runner.launch(batch).collect()  # compile first
         before = reader.num_steps()
-        torch.cuda._sleep(400_000_000)  # cycles: the step waits for a fifth of a second
+        torch.cuda._sleep(400_000_000)  # cycles: the step waits for 0.2 s
         step = runner.launch(batch)
         assert step.number == before + 1
         assert reader.num_steps() == before, "counted before it ran"
@@ -141,7 +142,7 @@ def test_decodes_beside_prompts_by_a_graph_are_as_kernel_by_kernel(
 
 
 def test_no_step_pins_memory() -> None:
-    """It would wait for all that the device has to do."""
+    """A step pins no memory: pinning would wait for all of the device's queued work."""
     config = config_of(resolve_model_dir("demo"), num_kv_blocks=3000, max_num_seqs=200)
     runner = ModelRunner(config)
     spec = SampleSpec(SamplingParams(temperature=0.0), key=1)
@@ -262,7 +263,7 @@ def test_a_process_may_have_an_engine_on_each_gpu() -> None:
 
 @pytest.mark.parametrize(("held_share", "share"), [(0.45, 0.45), (0.7, 0.9)])
 def test_the_share_of_memory_is_the_engines_own(held_share: float, share: float) -> None:
-    """As if another engine held memory here: the share stays, as far as there is room."""
+    """The engine's share is kept, as far as there is room, while another engine holds memory."""
     _, total_bytes = torch.cuda.mem_get_info()
     held = CudaAllocation(int(held_share * total_bytes), torch.device("cuda"))
     try:
@@ -287,7 +288,7 @@ def test_out_of_memory_in_a_step_is_a_typed_error(folder: Path) -> None:
     try:
         table = list(range(2, 34))
         with pytest.raises(EngineFailed, match="out of memory"):
-            for _ in range(64):  # each step's results stay allocated: the last one finds no memory
+            for _ in range(64):  # results stay allocated: the last step runs out
                 runner.launch([SequenceSlice([5] * 400, 0, table, None)] * 24)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

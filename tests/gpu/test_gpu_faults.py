@@ -1,4 +1,4 @@
-"""A cluster on two GPUs with faults: kill -9, standstill, small pools, a long mix; also with other
+"""A cluster on two GPUs with faults: kill -9, pauses, small pools, a long mix; also with other
 transports and with sides of unequal size.
 
 The first GPU prefills, the second decodes, in float32, so that one process on a GPU is the
@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 NUM_REQUESTS = 2000
-LEASE_S = 0.5  # shorter than the gateway's patience with a silent engine
+LEASE_S = 0.5  # shorter than the gateway's limit for a silent engine
 COMMON = (
     *("--dtype", "float32", "--max-num-seqs", "64"),
     *("--max-num-batched-tokens", "256", "--lease-s", str(LEASE_S)),
@@ -40,7 +40,7 @@ NODES = ("gateway-0", "prefill-0", "decode-0")
 
 
 class GpuReference:
-    """What `Scene` asks of a reference: of its own, on a GPU, with near-ties told."""
+    """A reference for `Scene` on a GPU, which reports near-ties."""
 
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
@@ -57,7 +57,7 @@ class GpuReference:
         self._near_ties: dict[int, list[str]] = {}  # by stream
 
     def tokens(self, streams: list[Stream]) -> list[list[int]]:
-        """Those that came, once they are found right."""
+        """The streams' own tokens, after they were compared."""
         for stream in streams:
             outcome = Outcome()
             self.inner.compare([stream], outcome)
@@ -65,7 +65,7 @@ class GpuReference:
         return [list(stream.tokens) for stream in streams]
 
     def num_near_ties(self, stream: Stream, _: list[int]) -> int:
-        """Found when it was compared."""
+        """The near-ties found in the comparison."""
         near_ties = self._near_ties.pop(id(stream))
         if near_ties:
             print(f"near-ties: {near_ties}")
@@ -110,7 +110,8 @@ def used_bytes(gpu: int) -> int:
 async def test_kill_9_under_load(
     system: Cluster, reference: GpuReference, name: str, part: str
 ) -> None:
-    """With mappings open and copies going on; the node comes back on its ports, its memory too."""
+    """A node killed with mappings open and copies in progress restarts on its ports, with its
+    memory freed."""
     gpu = 0 if name.startswith("prefill") else 1
     async with Scene(system, reference) as scene:
         before, address = used_bytes(gpu), system.processes[name].address
@@ -127,7 +128,8 @@ async def test_kill_9_under_load(
 
 
 async def test_a_lease_that_runs_out_during_pulls(system: Cluster, reference: GpuReference) -> None:
-    """The puller stands still for longer than a lease; the source gives its blocks to others."""
+    """Streams stay right if the puller pauses for longer than a lease and the source reuses the
+    blocks."""
     async with Scene(system, reference) as scene:
         streams = [scene.ask(600, 30) for _ in range(24)]
         await streams[0].reached(1)
@@ -179,7 +181,8 @@ async def test_other_transports_are_named_and_right(
 async def test_sides_of_unequal_size(
     reference: GpuReference, prefill_gpus: str, decode_gpus: str
 ) -> None:
-    """One side has two ranks, of which one shares its GPU with the other side: nccl could not."""
+    """Hand-offs work if one side has two ranks, one of which shares its GPU with the other side,
+    which nccl does not support."""
 
     def side(gpus: str) -> tuple[str, ...]:
         num_ranks = str(len(gpus.split(",")))
@@ -194,7 +197,7 @@ async def test_sides_of_unequal_size(
 
 
 def test_one_process_repeats_itself(reference: GpuReference) -> None:
-    """Else the comparisons above would say nothing."""
+    """The reference is deterministic, or the comparisons above would mean nothing."""
     sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     asked = [mixed_run.Asked(tuple(range(3, 3 + n)), sampling, None) for n in (5, 100, 300)]
     first, second = (

@@ -51,7 +51,7 @@ LLAMA_8B = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how it is computed, and the prompts it is given."""
+    """A model, its numeric configuration, and its prompts."""
 
     name: str
     engine: dict[str, Any]
@@ -79,9 +79,9 @@ LLAMA = Case(
     128_000,
 )
 NUM_TOKENS = 32
-# Of two tokens' log-probabilities, in bfloat16: each process measures which library its products of
-# more than 64 rows go by, and how many rows its graphs have. Other sums in a prompt of 100 tokens
-# move the two likeliest of 32,000 random tokens against each other by up to 0.09.
+# Between two tokens' log-probabilities, in bfloat16: each process measures which library computes
+# its GEMMs of more than 64 rows, and the rows of its graphs. Other orders of summation in a prompt
+# of 100 tokens move the two likeliest of 32,000 random tokens against each other by up to 0.09.
 NEAR_TIE = 0.1
 
 
@@ -91,7 +91,7 @@ def prompts_of(case: Case) -> list[tuple[int, ...]]:
 
 
 def single_process(config: EngineConfig, prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    """One prompt after the other on the first GPU, alone in each step."""
+    """The tokens of one prompt after the other on the first GPU, each alone in its steps."""
     runner = ModelRunner(config)
     engine = LocalEngine(config, runner)
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
@@ -106,7 +106,8 @@ def single_process(config: EngineConfig, prompts: list[tuple[int, ...]]) -> list
 def assert_alike(
     config: EngineConfig, prompt: tuple[int, ...], tokens: list[int], expected: list[int]
 ) -> None:
-    """Equal, or first different where both are as likely for one process, within NEAR_TIE."""
+    """Assert equal tokens, or that the first two that differ are tied in one process, within
+    NEAR_TIE."""
     assert len(tokens) == len(expected)
     differ = (i for i, pair in enumerate(zip(tokens, expected, strict=True)) if len({*pair}) > 1)
     if (index := next(differ, None)) is None:

@@ -1,4 +1,4 @@
-"""Pinned host memory behind a GPU's pool: copies go to the right blocks, tokens are the same."""
+"""Pinned host memory behind a GPU's pool: copies reach the right blocks, tokens are unchanged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_copies_go_where_they_belong(has_batches: bool, monkeypatch: pytest.Monk
     kv = CudaKvMemory(LAYOUT, 4000, DEVICE)
     kv.tensor.view(torch.int16).random_(-(2**15), 2**15)
     before = kv.tensor.view(torch.int16).clone()
-    num_host = 3000  # three slices, the last of them not full
+    num_host = 3000  # three slices, the last one not full
     config = EngineConfig(swap_space=num_host * LAYOUT.block_bytes / 2**30)
     copier = make_host_copier(config, kv, DEVICE)
     assert isinstance(copier, CudaCopier)
@@ -72,7 +72,7 @@ def test_memory_that_cannot_be_pinned_degrades(
 ) -> None:
     pin = cuda_pin(DEVICE)
     assert pin(1 << 40, 4096) is not None, "nobody's memory"
-    torch.ones(3, device=DEVICE).sum().item()  # the error is not found by the next call
+    torch.ones(3, device=DEVICE).sum().item()  # the next call does not return the error
     memory = HostMemory(4096, 1 << 20, lambda address, num_bytes: pin(1 << 40, 4096), cuda_unpin)
     memory.begin()
     memory.wait()
@@ -120,7 +120,7 @@ def test_tokens_are_the_same_from_host_memory(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_tokens_are_the_same_from_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Behind host memory that holds a chat or two."""
+    """Tokens are the same if host memory holds only a chat or two and the rest is on disk."""
     monkeypatch.setattr(CopyCost, "pays", lambda self, num_bytes, *others: num_bytes > 0)
     rng = random.Random(11)
     chats = [tuple(rng.choices(range(3, 4096), k=n)) for n in (250, 100, 400, 330, 120, 280)]
@@ -142,7 +142,7 @@ def test_tokens_are_the_same_from_disk(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def settle(engine: LocalEngine) -> None:
-    """Let what is to be written be written."""
+    """Wait until all pending writes are done."""
     host, deadline_s = engine.engine._host, time.monotonic() + 20
     assert host is not None and host.disk is not None
     while host.num_writing or host.disk._writing:
@@ -152,7 +152,7 @@ def settle(engine: LocalEngine) -> None:
 
 
 def test_an_engine_starts_while_another_pins() -> None:
-    """As where one process has an `LLM` behind another."""
+    """An engine starts while another one pins memory, as where one process creates two `LLM`s."""
     memory = torch.zeros(4 << 20, dtype=torch.uint8)
     refusals: list[str | None] = []
     is_up = threading.Event()
@@ -162,7 +162,7 @@ def test_an_engine_starts_while_another_pins() -> None:
         while not is_up.is_set():
             refusals.append(pin(memory.data_ptr(), memory.nbytes))
             cuda_unpin(memory.data_ptr())
-            time.sleep(0.005)  # as a start has it to do: all calls wait for a pin
+            time.sleep(0.005)  # as during a start: all calls wait while memory is pinned
 
     thread = threading.Thread(target=pin_again_and_again)
     thread.start()

@@ -51,7 +51,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 
 def tokens_of(config: EngineConfig, *, together: bool) -> list[list[int]]:
-    """Of all prompts at once, or of one after the other."""
+    """The tokens of all prompts, in one batch or one after the other."""
     sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     requests = [Request(f"{n:032x}", 0, prompt, sampling) for n, prompt in enumerate(prompts())]
     engine = LocalEngine(config, ModelRunner(config))
@@ -63,8 +63,8 @@ def tokens_of(config: EngineConfig, *, together: bool) -> list[list[int]]:
 
 
 def share_agreeing(some: list[list[int]], others: list[list[int]]) -> float:
-    """Of tokens up to the first that differs, where it does: the last bit of a float32 may decide
-    how a value is rounded to 8 bits."""
+    """The share of tokens before the first that differs: the last bit of a float32 may decide how a
+    value is rounded to 8 bits."""
     num_equal = 0
     for one, other in zip(some, others, strict=True):
         pairs = zip(one, other, strict=True)
@@ -73,7 +73,7 @@ def share_agreeing(some: list[list[int]], others: list[list[int]]) -> float:
 
 
 def scores_of(config: EngineConfig) -> list[float]:
-    """Log-probabilities of a prompt, of its end behind a cached beginning, and of a decode."""
+    """Log-probabilities after a prompt's first chunk, after the rest of it, and after a decode."""
     runner = ModelRunner(config)
     table = [5, 9, 7, 3, 11, 2]
     ids = [3 + n % 300 for n in range(70)]

@@ -1,5 +1,5 @@
-"""Every architecture and RoPE type on a GPU: logits and greedy tokens equal transformers' in
-float32.
+"""Every architecture and RoPE type on a GPU: logits and greedy tokens equal those of transformers
+in float32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-NEAR_TIE = 2e-3  # of the top two logits: float32 on two devices differs by about 1e-4 in a logit
+NEAR_TIE = 2e-3  # of the top two logits: float32 logits differ by about 1e-4 between devices
 GREEDY = SampleSpec(SamplingParams(temperature=0.0), key=0)
 ALL = VARIANTS | {
     "dynamic rope, within its length": {
@@ -50,7 +50,7 @@ class Pair:
     ours: LocalEngine
 
     def logprobs(self, token_ids: list[int]) -> torch.Tensor:
-        """Theirs, [tokens, vocab]."""
+        """Log-probabilities by transformers, [tokens, vocab]."""
         with torch.inference_mode():
             return self.theirs(torch.tensor([token_ids])).logits[0].log_softmax(-1)
 

@@ -37,11 +37,11 @@ def test_an_answer_comes_back(transport: str, tmp_path: Path) -> None:
             first = client.generate(
                 prompt_token_ids=prompt, max_tokens=NUM_ANSWER_TOKENS, **greedy
             ).result
-            time.sleep(0.3)  # until the gateway knows what is cached where
+            time.sleep(0.3)  # until the gateway's index has the cached blocks
             turn = [*prompt, *first.token_ids, *range(1000, 1100)]
             second = client.generate(prompt_token_ids=turn, max_tokens=16, **greedy).result
             cached.append(second.cached_tokens)
             print(f"cached {second.cached_tokens}, TTFT {(second.times.ttft_s or 0) * 1e3:.1f} ms")
     print("\n".join(line for line in system.lines if "GB/s" in line))
-    # The first pull may be given up while the source's pool is opened.
+    # The first pull may fail while the source's pool is being opened.
     assert all(each >= NUM_ANSWER_TOKENS for each in cached[1:]), cached

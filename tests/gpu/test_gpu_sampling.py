@@ -1,6 +1,4 @@
-"""Sampling parameters on a GPU: the results equal those of the CPU engine, which is tested
-elsewhere.
-"""
+"""Sampling parameters on a GPU: results equal those of the CPU engine, tested elsewhere."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ def config_of(folder: Path, device: str) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalEngine, LocalEngine]]:
-    """(GPU, CPU) over one checkpoint."""
+    """(GPU, CPU) engines for one checkpoint."""
     folder = tmp_path_factory.mktemp("checkpoint")
     write_checkpoint(folder, seed=6)
     runners = [ModelRunner(config_of(folder, device)) for device in ("cuda", "cpu")]
@@ -95,7 +93,8 @@ def requests_of(*samplings: SamplingParams, num_samples: int = 1) -> list[Reques
 
 
 def run(local: LocalEngine, requests: list[Request]) -> dict[str, list[TokenOutput]]:
-    """Token by token; the log-probabilities of prompts are filed under their key and a prime."""
+    """Outputs by request key, token by token; log-probabilities of a prompt have the key with a
+    prime."""
     outputs: dict[str, list[Any]] = {}
     for request in requests:
         local.engine.add(request)
@@ -111,7 +110,7 @@ def run(local: LocalEngine, requests: list[Request]) -> dict[str, list[TokenOutp
 
 
 def check_same(engines: tuple[LocalEngine, LocalEngine], requests: list[Request]) -> None:
-    """The same tokens and, up to rounding, the same log-probabilities."""
+    """Assert the same tokens and, up to rounding, the same log-probabilities."""
     on_gpu, on_cpu = (run(engine, requests) for engine in engines)
     assert on_gpu.keys() == on_cpu.keys()
     for key, expected in on_cpu.items():
@@ -141,14 +140,14 @@ def test_all_wishes_of_one_request_and_others_in_one_batch(
 
 
 def test_forks(engines: tuple[LocalEngine, LocalEngine]) -> None:
-    """Each further sample shares the prompt's blocks, and copies a partial one."""
+    """Each further sample shares the prompt's full blocks, and copies a partial one."""
     wishes = [WARM, replace(WARM, logprobs=2), replace(WARM, top_k=9, presence_penalty=0.5)]
     check_same(engines, requests_of(*wishes, num_samples=4))
 
 
 def test_the_same_seed_gives_the_same_tokens(engines: tuple[LocalEngine, LocalEngine]) -> None:
     requests = requests_of(*[replace(WARM, **wish) for wish in SAMPLINGS.values()])
-    # The second time prompts come from the prefix cache, in other chunks: other roundings.
+    # In the second run prompts come from the prefix cache, in other chunks, with other rounding.
     once, again = (
         {key: [one.token_id for one in tokens] for key, tokens in outputs.items() if key[-1] != "'"}
         for outputs in (run(engines[0], requests), run(engines[0], requests))
@@ -171,7 +170,8 @@ def test_blocks_are_copied_behind_all_that_was_launched(
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_row_of_nan_fails_alone(tmp_path: Path, head_dim: int) -> None:
-    """In a step of decodes, and in one of prompts: whoever shares it computes as if alone."""
+    """Next to a sequence with NaN, in a step of decodes or of prompts, others get the results of a
+    run alone."""
     write_checkpoint(tmp_path, seed=6, head_dim=head_dim)
     config = replace(config_of(tmp_path, "cuda"), dtype="bfloat16")
     runner = ModelRunner(config)
@@ -216,7 +216,8 @@ except EngineFailed as error:
 
 
 def test_a_fault_on_the_device_is_a_typed_error(tmp_path: Path) -> None:
-    """A token id beyond the vocabulary stops the device: in a process of its own."""
+    """A token id beyond the vocabulary is a typed error; it stops the device, hence a separate
+    process."""
     write_checkpoint(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", _FAULT, str(tmp_path), str(TESTS)],

@@ -1,5 +1,4 @@
-"""`nccl`, and `tcp` between GPUs, between real processes; and pieces of blocks over every
-transport.
+"""`nccl`, and `tcp` between GPUs, between real processes; and parts of blocks over every transport.
 
 Needs two GPUs for `nccl`: it does not connect a GPU to itself.
 """
@@ -40,7 +39,7 @@ pytestmark = [
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 NETWORKS = [pytest.param("nccl", marks=needs_two), "tcp"]
 
-NUM_PULLS = 60  # more than are over within 10 ms
+NUM_PULLS = 60  # more than end within 10 ms
 
 source_process = partial(gpu_source.source_process, "network_peer.py", ENGINE_KEY.hex())
 
@@ -115,7 +114,7 @@ WAYS = [*NETWORKS, "cuda_ipc kernel", "cuda_ipc copy-engine", "cuda_staged"]
 def test_heads_go_to_where_they_belong(
     source: Source, kv: CudaKvMemory, name: str, piece: BlockPiece
 ) -> None:
-    """The canary block, every position of which differs, by parts of its heads."""
+    """Heads of the canary block, in which all positions differ, are copied to the right places."""
     kv.tensor.zero_()
     torch.cuda.synchronize(PULLER_GPU)
     with window_onto(source, kv, name, piece) as window:
@@ -136,7 +135,8 @@ def test_heads_go_to_where_they_belong(
 def test_windows_that_open_at_once_do_not_disturb_each_other(
     source: Source, kv: CudaKvMemory
 ) -> None:
-    """Each records graphs meanwhile; the last have more streams than torch's pool has."""
+    """Windows open at once while each records graphs; the last ones have more streams than torch's
+    pool."""
     num_windows = 12
 
     def check(index: int) -> list[BlockPair]:
@@ -188,7 +188,8 @@ def test_no_torn_copy_is_ever_ok(kv: CudaKvMemory, name: str) -> None:
 def test_a_source_that_hangs_costs_its_pull_and_nothing_is_written_later(
     kv: CudaKvMemory,
 ) -> None:
-    """SIGSTOP: NCCL waits, the pair is aborted alone; after SIGCONT the next pull makes another."""
+    """After SIGSTOP NCCL waits, and only this pair is aborted; after SIGCONT the next pull opens a
+    new one."""
     with (
         source_process() as source,
         source_process() as neighbour,

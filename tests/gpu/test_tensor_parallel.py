@@ -1,4 +1,4 @@
-"""Engines over several GPUs: all-reduces over peer memory, the tokens of one GPU, a dead rank."""
+"""Engines over several GPUs: all-reduces over peer memory, the tokens of one GPU, a lost rank."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_tokens_are_those_of_one_gpu(tmp_path: Path, size: int) -> None:
     for each in (1, size):
         engine = LocalEngine.load(config_of(tmp_path, each), print)
         found.append([generate(engine, requests_of(320, **way)) for way in WAYS])
-        # Filters sum in no fixed order on a GPU: the ranks must have gone on with one token.
+        # Filters sum in varying order on a GPU: all ranks must have continued with the same token.
         found[-1] += [generate(engine, requests_of(320, **way)) for way in WAYS]
         engine.close()
     assert found[0] == found[1]
@@ -120,7 +120,7 @@ def test_experts_divided_or_whole_give_the_tokens_of_one_gpu(
         counted.append(int(engine.runner.model.loads.tokens.sum()))
         engine.close()
     assert found[0] == found[1]
-    assert counted[0] > 0 and counted[0] % 8 == 0  # experts a token in two layers
+    assert counted[0] > 0 and counted[0] % 8 == 0  # experts per token in two layers
 
 
 WIDE = {"hidden_size": 2560, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
@@ -129,8 +129,8 @@ WIDE = {"hidden_size": 2560, "num_attention_heads": 8, "num_key_value_heads": 8,
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("hidden_size", [128, WIDE["hidden_size"]])
 def test_bf16_goes_on_from_what_all_ranks_know(tmp_path: Path, size: int, hidden_size: int) -> None:
-    """The same tokens from equal steps, whose prompts lie in the cache, and preempted: every rank's
-    pool held what it should. Steps of other sizes round otherwise."""
+    """Equal steps give equal tokens, with cached prompts and after preemption: each rank's pool
+    holds the right KV. Steps of other sizes round differently."""
     write_checkpoint(tmp_path, **WIDE | {"hidden_size": hidden_size})
     outputs = []
     for changes in ({}, {"num_kv_blocks": 44, "max_model_len": 512}):
@@ -147,8 +147,8 @@ def test_bf16_goes_on_from_what_all_ranks_know(tmp_path: Path, size: int, hidden
 def test_products_that_send_themselves_round_as_on_one_gpu(
     tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks' bf16 is no further from one GPU's than that is from float32: of steps with 33 to 64
-    tokens of a wide model, and of others."""
+    """In bf16, ranks deviate no more from one GPU than that does from float32, for steps of 33 to
+    64 tokens of a wide model, whose GEMMs send their outputs to all ranks, and for others."""
     sent = []
 
     def counted(*args: Any, **ways: Any) -> bool:
@@ -168,7 +168,7 @@ def test_products_that_send_themselves_round_as_on_one_gpu(
 
 
 def prompt_logprobs(config: EngineConfig) -> dict[int, torch.Tensor]:
-    """By length, those of a prompt that is computed in one step."""
+    """By length, the log-probabilities of a prompt that is computed in one step."""
     engine = LocalEngine.load(config, print)
     found = {}
     for length in (12, 33, 40, 64, 100):
@@ -194,7 +194,7 @@ def request_of(num_tokens: int) -> Request:
 
 
 async def lose_a_rank(node: NodeProcess, incarnation: str, number: signal.Signals) -> float:
-    """Signal rank 1 in the midst of a request; how long until the engine's streams have ended."""
+    """Signal rank 1 during a request; returns the time until the engine's streams have ended."""
     async with session(incarnation) as stream:
         request = request_of(400)
         await stream.dispatch(request, None)
@@ -218,7 +218,7 @@ async def serve_one(node: NodeProcess, incarnation: str) -> None:
 async def test_a_lost_rank_takes_the_engine_down_and_it_comes_back(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Though rank 0's thread waits for a sum that will never be there."""
+    """The engine ends although rank 0's thread waits for an all-reduce that never completes."""
     write_checkpoint(tmp_path, num_attention_heads=8, head_dim=64)
     with RedisServer.start() as redis:
         flags = ("--model", str(tmp_path), "--gpus", "0,1", "--tp", "2", "--num-kv-blocks", "600")

@@ -27,7 +27,7 @@ def compile_for_hopper(dim: int, block_size: int) -> str:
         **dict.fromkeys(("tiles", "slices", "indices"), "*i32"),
         **dict.fromkeys(("partial", "log_sums"), "*fp32"),
     }
-    multiples = {"q_stride": "i32", "block_rows": "i32"}  # of 16, as pointers are
+    multiples = {"q_stride": "i32", "block_rows": "i32"}  # of 16, like pointers
     types = {
         **pointers,
         **multiples,
@@ -49,6 +49,6 @@ def compile_for_hopper(dim: int, block_size: int) -> str:
 if __name__ == "__main__":
     ptx = compile_for_hopper(*map(int, sys.argv[1:]))
     assert "wgmma" in ptx and "cp.async.bulk.tensor" in ptx
-    # Decodes are let in behind the wait of the warp that fills slots, the last in the text.
+    # Decodes start after the wait of the warp that fills slots, which is the last one in the PTX.
     assert ptx.index("griddepcontrol.launch_dependents") > ptx.rindex("griddepcontrol.wait")
     print("compiled")

@@ -74,7 +74,7 @@ def make_step(heads: Heads, lens: list[tuple[int, int]], seed: int, blocks: int 
 
 
 def attend(backend: AttentionBackend, step: Step, rows: slice = slice(None)) -> torch.Tensor:
-    """Run the planned backend on q, k and v that are rotated already: by no angle."""
+    """Run the planned backend on q, k and v with a rotation by zero."""
     qkv = torch.cat((step.q, step.k, step.v), dim=1)[rows]
     cos = torch.ones(len(qkv), 1, qkv.shape[2])
     out = backend.run(LAYER, qkv, (cos, torch.zeros_like(cos)))

@@ -1,5 +1,5 @@
-"""A draft head by a GPU's steps, without a GPU: whole engines over interpreted kernels. Simulated
-are events, and graphs, which run their step again at each replay.
+"""A draft head in a GPU's steps, without a GPU: whole engines with interpreted kernels. Events are
+simulated, and graphs, which run their step again at each replay.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has
 
 BLOCKS, MOST, MAX_NUM_SEQS = 60, 3, 3
 
-no_device = test_steps_by_ranks.no_device  # threads may be ranks
+no_device = test_steps_by_ranks.no_device  # ranks may be threads
 
 
 class CompletedEvent(Event):
@@ -67,7 +67,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def by_gpu_steps(builder: StepBuilder, layout: KvLayout, num_blocks: int) -> BuiltSteps:
-    """In the place of StepBuilder.on_cpu."""
+    """Replaces StepBuilder.on_cpu."""
     builder._choose_max_num_seqs(num_blocks)
     builder.prefill_attention = "triton"
     kv = CpuKvMemory(layout, num_blocks)
@@ -76,7 +76,7 @@ def by_gpu_steps(builder: StepBuilder, layout: KvLayout, num_blocks: int) -> Bui
 
 @pytest.fixture
 def on_gpu(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelRunner]:
-    """A runner whose steps are a GPU's, made as on a GPU."""
+    """A runner with a GPU's steps, built as on a GPU."""
     empty = torch.empty
 
     def unpinned(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
@@ -107,7 +107,8 @@ def token_ids(outputs: dict[str, list[Any]]) -> dict[str, list[int]]:
 
 @ONE_IS_SLOW
 def test_tokens_and_drafts_are_those_of_a_cpu(config: EngineConfig, on_gpu: ModelRunner) -> None:
-    """Prompts in chunks and alone, decodes in graphs and beside prompts, drawn and filtered."""
+    """Tokens and drafts equal a CPU's for prompts in chunks and whole, decodes in graphs and beside
+    prompts, greedy, sampled and filtered."""
     on_cpu, asked = ModelRunner(config), requests(3, 6)
     wanted, found = Recorder(on_cpu, MOST), Recorder(on_gpu, MOST)
     limits = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 100}
@@ -122,7 +123,8 @@ def test_tokens_and_drafts_are_those_of_a_cpu(config: EngineConfig, on_gpu: Mode
 def test_a_step_is_counted_behind_the_heads_part(
     on_gpu: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its KV is the head's too: pullers may not have the blocks before."""
+    """A step counts as complete only after the head's part, since its KV includes the head's: until
+    then pullers may not read the blocks."""
     launched: list[str] = []
 
     class Count:
@@ -147,7 +149,8 @@ def test_a_step_is_counted_behind_the_heads_part(
 def test_two_ranks_draft_what_one_does(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has its part of the head, and of a vocabulary that is gathered."""
+    """Drafts equal one rank's if each rank has a part of the head, and a part of the vocabulary,
+    which is gathered."""
     monkeypatch.setattr(decode_shares, "_PROGRAMS_WANTED", 16)
     alone, spec = ModelRunner(config), SampleSpec(SamplingParams(temperature=0.0), key=1)
     draw = torch.Generator().manual_seed(5)

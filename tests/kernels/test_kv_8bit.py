@@ -33,7 +33,7 @@ def seeded() -> None:
 
 
 def new_pool(blocks: int, kv_heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of two layers, full of what was left behind: NaN as values and as scales."""
+    """A pool of two layers full of stale data: NaN as values and as scales."""
     shape = (blocks, 2, 2, kv_heads, BLOCK_SIZE, dim + 4)
     return torch.full(shape, 0xFF, dtype=torch.uint8, device=DEVICE).view(dtype)
 
@@ -44,7 +44,7 @@ def test_the_error_is_that_of_the_type(dtype: torch.dtype) -> None:
     values, scales = quantize(x, dtype)
     most = x.abs().amax(-1)
     error = (values.float() * scales[:, None] - x).abs()
-    # e4m3 has three bits behind the leading one; int8's step is the same everywhere.
+    # e4m3 has three bits after the leading one; int8's step is uniform.
     limit = x.abs() / 16 + most[:, None] * 2e-5 if dtype != torch.int8 else most[:, None] / 253
     assert (error <= limit).all()
     assert torch.equal(values.float().abs().amax(-1) * scales, most) or (
@@ -95,7 +95,7 @@ def test_a_block_holds_what_was_stored_and_is_copied_with_its_scales(dtype: torc
 class Step:
     """Sequences with their KV in a pool, and the new tokens of one step.
 
-    `lens`: for each sequence its (earlier positions, new tokens). What no sequence has is NaN.
+    `lens`: for each sequence its (earlier positions, new tokens). Unused slots hold NaN.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Step:
         return result.unflatten(1, (-1, self.qkv.shape[2]))
 
     def by_torch(self) -> torch.Tensor:
-        """The CPU's backend, over a copy of the pool; float32."""
+        """The CPU backend's result, over a copy of the pool; float32."""
         backend = TorchAttention(self.pool.cpu().clone())
         slots = self.metadata.slot_mapping.cpu()
         backend.plan(dataclasses.replace(self.metadata, slot_mapping=slots))
@@ -165,7 +165,7 @@ class Step:
         return out.unflatten(1, (-1, self.qkv.shape[2]))
 
     def expected(self, window: int | None = None) -> torch.Tensor:
-        """In float64, token by token, from what now is in the pool."""
+        """The reference in float64, token by token, from the pool's current content."""
         pool = self.pool.cpu()
         stored = dequantize(pool.reshape(-1, *pool.shape[4:]), torch.float64)
         stored = stored.view(*pool.shape[:4], BLOCK_SIZE, -1)[:, 1].transpose(2, 3)
@@ -188,7 +188,7 @@ class Step:
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative, in the norm."""
+    """The relative difference in the norm."""
     return float((actual.cpu().double() - expected.double()).norm() / expected.double().norm())
 
 
@@ -226,19 +226,20 @@ def test_triton_computes_what_torch_does(
 def test_torch_computes_what_is_stored(lens: str, kv_dtype: torch.dtype) -> None:
     step = Step((4, 2), 64, LENS[lens], torch.float32, kv_dtype)
     if HAS_GPU:
-        step.run()  # stores
+        step.run()  # stores the new KV
     else:
         backend = TorchAttention(step.pool)
         backend.plan(step.metadata)
         backend.run(1, step.qkv, step.rope)
-    # Triton stores on a GPU, and may round what lies in the middle the other way.
+    # Triton stores on a GPU, and may round midpoints the other way.
     assert difference(step.by_torch(), step.expected()) < (5e-5 if HAS_GPU else 4e-6)
 
 
 @pytest.mark.parametrize("kv_dtype", TYPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_triton_stores_what_torch_does(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    """But for values in the middle between two, which rotated elsewhere may become either."""
+    """Stored values are equal except midpoints between two values, which another rotation may round
+    either way."""
     pytest.importorskip("triton")
     from baton.kernels.kv.kv_blocks_triton import rotate_and_store
 
@@ -261,7 +262,7 @@ def test_triton_stores_what_torch_does(dtype: torch.dtype, kv_dtype: torch.dtype
     torch.testing.assert_close(scales, wanted_scales, rtol=4e-3, atol=0, equal_nan=True)
     stored, torchs = (each.view(kv_dtype).float() for each in (values, wanted))
     differing = (stored != torchs) & ~(stored.isnan() & torchs.isnan())
-    if not HAS_GPU:  # the interpreter halves what is rounded up to a power of two
+    if not HAS_GPU:  # the interpreter halves numbers rounded up to a power of two
         differing &= torchs != 2 * stored
     num_k, num_v = differing[:, 1].flatten(2).sum((0, 2)).tolist()
     assert num_k < 0.01 * k.numel()
@@ -300,7 +301,7 @@ def test_rows_of_drafts(window: int | None, kv_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kv_dtype", TYPES, ids=str)
 @pytest.mark.parametrize("lens", [[(0, 128), (0, 40)], [(30, 100), (7, 1), (300, 300)]], ids=str)
 def test_flashinfer(lens: list[tuple[int, int]], kv_dtype: torch.dtype) -> None:
-    """It takes K and V as they were computed, where there is nothing before them."""
+    """Without earlier positions FlashInfer reads K and V as computed, before quantisation."""
     pytest.importorskip("flashinfer")
     step = Step((32, 8), 128, lens, torch.bfloat16, kv_dtype)
     out = step.run("flashinfer")
@@ -324,9 +325,9 @@ def test_what_is_not_finite_reaches_its_own_sequence_alone(
 
 
 def sum_in_14_bits(products: torch.Tensor) -> torch.Tensor:
-    """The sum over the last dimension, 32 at once, as Hopper's matrix units sum products of 8-bit
-    floats: with 13 bits behind the leading one of the largest, the sum so far included; what is
-    less is cut off."""
+    """The sum over the last dimension, 32 products at once, as Hopper's tensor cores accumulate
+    products of 8-bit floats: with 13 bits after the leading one of the largest term, which may be
+    the sum so far; lower bits are truncated."""
     total = torch.zeros(products.shape[:-1], dtype=torch.float64)
     for part in products.double().split(32, dim=-1):
         parts = torch.cat([total[..., None], part], -1)
@@ -348,8 +349,8 @@ def attend_in_e4m3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
 
 
 class Haystack:
-    """Keys of noise, and late ones of 16 kinds, 1 / 64 of all each, that a query for a kind weighs
-    some times as much as others: each alone is next to nothing.
+    """Keys of noise, and late ones of 16 kinds, each kind 1 / 64 of all, that a query for a kind
+    weighs only some times as much as others: each alone has next to no weight.
 
     All V have a common part, and those of a kind its code. A query finds its kind if the output
     points to that code more than to any other.
@@ -370,7 +371,7 @@ class Haystack:
         self.codes = codes - codes.mean(0)
 
     def expected(self) -> torch.Tensor:
-        """In float64, [queries, dim]."""
+        """The reference in float64, [queries, dim]."""
         scores = self.q.double() @ self.k.double().T / math.sqrt(self.q.shape[1])
         return torch.softmax(scores, -1) @ self.v.double()
 
@@ -380,8 +381,8 @@ class Haystack:
 
 
 def attend(hay: Haystack, kv_dtype: torch.dtype, prefill: str | None = None) -> torch.Tensor:
-    """In bfloat16, each query a head of one token of a sequence: a decode, or with `prefill` the
-    last of two tokens."""
+    """Attention in bfloat16; each query is a head of one token of a sequence: a decode, or with
+    `prefill` the last of two tokens."""
     num_keys, dim = hay.k.shape
     heads, dtype = len(hay.q), torch.bfloat16
     num_blocks = -(-num_keys // BLOCK_SIZE)
@@ -394,7 +395,7 @@ def attend(hay: Haystack, kv_dtype: torch.dtype, prefill: str | None = None) -> 
     k, v = (x.to(DEVICE, dtype)[:, None] for x in (hay.k, hay.v))
     store = store_kv_8bit if is_8bit(pool) else kv_blocks.store_kv
     store(pool, 1, k, v, places // BLOCK_SIZE, places % BLOCK_SIZE)
-    new = 1 if prefill is None else 2  # their own K and V are written once more, not rotated
+    new = 1 if prefill is None else 2  # their K and V are written again, not rotated
     metadata = AttentionMetadata(
         [new], [num_keys], [range(num_blocks)], places[-new:], int(prefill is None)
     )
@@ -429,7 +430,8 @@ def test_a_kind_of_keys_is_found_as_in_16_bits(
 
 
 def test_products_of_e4m3_would_not_find_it() -> None:
-    """The test above would notice, were values not converted before they are multiplied."""
+    """The test above detects products of values that are not converted before they are
+    multiplied."""
     hay = Haystack(32_768, 5, 64)
     out = torch.stack([attend_in_e4m3(q, hay.k, hay.v) for q in hay.q])
     assert hay.share_found(out) < 0.5

@@ -1,4 +1,4 @@
-"""Moving KV in and out of the pool, against element-by-element loops."""
+"""Copying KV into and out of the pool, against element-by-element loops."""
 
 from __future__ import annotations
 

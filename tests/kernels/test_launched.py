@@ -21,7 +21,7 @@ from baton.kernels.launched import Launched, cdiv, launched, next_power_of_2
 
 
 class Jit:
-    """Plays `triton.JITFunction`: compiles anew for each launch that reaches it."""
+    """Plays `triton.JITFunction`: compiles again for each launch that reaches it."""
 
     arg_names = ("x", "count", "BLOCK", "HAS_BIAS")
 
@@ -108,7 +108,7 @@ def test_descriptors_are_told_apart_by_type_and_box_alone(jit: Jit) -> None:
     kernel = Launched(jit)
     for rows, dtype, box, number in (
         (8, torch.float32, [4, 16], 0),
-        (9, torch.float32, [4, 16], 0),  # how many rows there are is an argument
+        (9, torch.float32, [4, 16], 0),  # the number of rows is an argument
         (8, torch.float32, [8, 16], 1),
         (8, torch.bfloat16, [4, 16], 2),
     ):

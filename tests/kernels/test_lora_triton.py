@@ -93,7 +93,8 @@ def test_gated_products_of_all_rows(slots: list[int], dtype: torch.dtype) -> Non
 def test_shrink_writes_nothing_before_the_product_in_front_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It runs beside it, and may get the memory that the product still uses and torch has back."""
+    """The shrink kernel overlaps the GEMM before it and waits before its first write: its output
+    may be memory that the GEMM still uses and torch has freed."""
     place = Place(0, 40, 40, (65,))
     bank = torch.randn(len(RANKS), max(RANKS), 105)
     ours = adapters(TritonAdapters, bank)

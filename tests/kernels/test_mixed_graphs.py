@@ -1,5 +1,5 @@
 """Decodes and prompt tokens in one CUDA graph, without a GPU: with padding in between, over the
-arrays of graphs. Simulated are events, and graphs, which run their step again.
+arrays of graphs. Events are simulated, and graphs, which run their step again.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_the_tokens_are_those_of_a_step_without_padding(
     for index, context in enumerate(contexts):
         runner.launch([piece(index, 0, context)]).collect()
     pieces = [piece(i, c, c + n) for i, (c, n) in enumerate(zip(contexts, lens, strict=True))]
-    pieces[-1] = pieces[-1]._replace(sample=None)  # not its last chunk
+    pieces[-1] = pieces[-1]._replace(sample=None)  # not the prompt's last chunk
     padded = steps_of(runner, has_graphs=True)
     assert padded._find_prefill_graph(StepBatch.of(pieces)) is not None
     found = padded.launch(pieces).collect()
@@ -143,13 +143,13 @@ def test_decodes_in_columns_have_the_tokens_of_slices(runner: ModelRunner, way: 
         for one, token in zip(behind, known, strict=False)
     ]
     expected = steps.launch(with_tokens).collect()
-    assert steps.launch(pieces).collect() is not None  # whose tokens those behind await
+    assert steps.launch(pieces).collect() is not None  # the next step needs its tokens
     assert steps.launch(StepBatch(columns_of(behind, 16), ())).collect() == expected
 
 
 @pytest.mark.parametrize("way", ["graph", "graph beside a prompt", "no graph"])
 def test_drafts_have_the_tokens_of_a_step_of_a_cpu(runner: ModelRunner, way: str) -> None:
-    """Each sequence has as many as it has, in one graph."""
+    """Sequences with different numbers of drafts get the CPU's tokens in one graph."""
     rng = random.Random(4)
     nums_drafts = (0, 3, 1, 2, 0)
     contexts = [rng.randrange(1, 60) for _ in nums_drafts]
@@ -234,7 +234,8 @@ def test_the_largest_graph_of_a_kind_stays_where_more_rows_are_faster(runner: Mo
 def test_a_step_that_fills_a_graph_is_padded_by_no_kind(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of few decodes, and of as many as there may be: their largest graphs differ."""
+    """A step that fills its graph needs no padding, with few decodes and with the most: their
+    largest graphs differ."""
     monkeypatch.setattr(gpu_steps, "_FEW_DECODES", 8)
     steps = steps_of(runner, has_graphs=True)
     few, many = (steps.prefill_graphs[room].sizes for room in (8, MAX_NUM_SEQS))
@@ -246,7 +247,8 @@ def test_a_step_that_fills_a_graph_is_padded_by_no_kind(
 
 @pytest.mark.parametrize("max_model_len", [16, 100])
 def test_padding_alone_has_a_place_in_its_arrays(runner: ModelRunner, max_model_len: int) -> None:
-    """As in a capture: a single slice of all tokens, be it longer than any request."""
+    """A capture's arrays hold a single slice of all tokens, even if it is longer than any
+    request."""
     part = TritonGraphPrefill(runner.kv.tensor, 2, torch.float32, MAX_NUM_SEQS, max_model_len)
     num_tokens = MAX_NUM_SEQS + MAX_GRAPH_TOKENS
     part.plan([num_tokens], [num_tokens], [[0] * -(-num_tokens // 16)], first_row=0)

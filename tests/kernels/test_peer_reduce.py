@@ -57,7 +57,7 @@ def inputs(rank: int) -> list[torch.Tensor]:
 
 
 def norm_inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    """The residual stream of 3 rows and the norm's weights: the same on all ranks."""
+    """The residual stream of 3 rows and the norm's weights, the same on all ranks."""
     generator = torch.Generator().manual_seed(9)
     return torch.randn(3, 500, generator=generator), torch.rand(500, generator=generator)
 
@@ -69,14 +69,14 @@ WISHES = [
 
 
 def all_logits() -> torch.Tensor:
-    """Of 3 rows over a vocabulary of 4501, with equals on both ranks."""
+    """Logits of 3 rows over a vocabulary of 4501, with ties between ranks."""
     logits = torch.randn(3, 4501, generator=torch.Generator().manual_seed(4))
     logits[0, [2300, 4500]] = 9.0
     return logits
 
 
 def sample_part(exchange: Exchange) -> list[torch.Tensor]:
-    """Token ids and log-probabilities by a rank that has its part of the logits."""
+    """Token ids and log-probabilities from a rank with its part of the logits."""
     size, rank = exchange.num_ranks, exchange.rank
     padded = torch.nn.functional.pad(all_logits(), (0, -4501 % size), value=99.0)
     part = VocabularyPart(rank, size, 4501, lambda x: peer_sum(x, exchange, in_parts=False))
@@ -88,7 +88,8 @@ def sample_part(exchange: Exchange) -> list[torch.Tensor]:
 
 
 def send(x: torch.Tensor, maps: list[torch.Tensor], rank: int, *, in_parts: bool) -> None:
-    """What a product that sends itself leaves where: x [rows, dim] float32, without minus zeros."""
+    """Write x [rows, dim], float32 without minus zeros, where a GEMM that sends its output
+    would."""
     turns = maps[rank][:SLOTS_AT].view(torch.int32).view(MAX_PROGRAMS, -1)[:, 0]
     pitch = 1024 // len(maps) if in_parts else 0
     for row, values in enumerate(x):
@@ -101,7 +102,7 @@ def send(x: torch.Tensor, maps: list[torch.Tensor], rank: int, *, in_parts: bool
 
 @contextlib.contextmanager
 def waiting_politely() -> Iterator[None]:
-    """Who waits for a peer reads memory again and again: here with a pause, for the peer to run."""
+    """Ranks that wait for a peer poll its memory: here with a pause, so that the peer can run."""
     load = InterpreterBuilder.create_masked_load
 
     def load_with_pause(
@@ -118,7 +119,7 @@ def waiting_politely() -> Iterator[None]:
 
 @waiting_politely()
 def run_rank(rank: int, fds: list[int]) -> list[torch.Tensor]:
-    """All sums as one rank; its exchange memory and the peer's are shared files."""
+    """All sums as one rank; the exchange memory of all ranks is in shared files."""
     maps = [torch.frombuffer(mmap.mmap(fd, EXCHANGE_BYTES), dtype=torch.uint8) for fd in fds]
     exchange = Exchange(torch.tensor([memory.data_ptr() for memory in maps]), rank)
     found = [
@@ -131,12 +132,12 @@ def run_rank(rank: int, fds: list[int]) -> list[torch.Tensor]:
             send(x, maps, rank, in_parts=in_parts)
         summand = None if is_sent else x
         normed = peer_add_rms_norm(summand, residual, weight, 1e-5, exchange, in_parts=in_parts)
-        found += [normed, residual.clone()]  # each adds to what the one before left
+        found += [normed, residual.clone()]  # each adds to the residual of the one before
     return found + sample_part(exchange)
 
 
 def run_ranks(fds: list[int], folder: str) -> None:
-    """Each rank as a fork of this process, which has no threads; its findings go to a file."""
+    """Run each rank as a fork of this process, which has no threads; results go to files."""
     pids = []
     for rank in range(len(fds)):
         if (pid := os.fork()) == 0:
@@ -149,7 +150,7 @@ def run_ranks(fds: list[int], folder: str) -> None:
 
 
 def check_sums(found: list[torch.Tensor], size: int) -> None:
-    """What the kernels made of SUMS, and of sums that are normed; in float32, whatever its type."""
+    """Check the kernels' results for SUMS, and the sums that are normed; `found` is in float32."""
     for number, mine in enumerate(found[: len(SUMS)]):
         total = inputs(0)[number].float()
         for rank in range(1, size):

@@ -1,6 +1,6 @@
-"""A GPU's steps on several ranks, without a GPU: the ranks are threads, Triton is interpreted.
+"""A GPU's steps on several ranks, without a GPU: ranks are threads, Triton is interpreted.
 
-Simulated are events, and graphs, which run their step again at each replay.
+Events are simulated, and graphs, which run their step again at each replay.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from baton.kernels.sampling.sample_spec import SampleSpec
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real thing"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered"),  # a rank with padding alone
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),  # a rank with padding only
 ]
 
 WISHES = [
@@ -61,7 +61,7 @@ class Event:
 
 
 class Graph:
-    """Of a step of `size` tokens."""
+    """The graph of a step of `size` tokens."""
 
     def __init__(self, size: int, step: Callable[[], torch.Tensor]) -> None:
         self.size, self._step = size, step
@@ -95,7 +95,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Ranks:
-    """The GPU steps of each rank of one engine; `by_tcp`: of one on several hosts."""
+    """The GPU steps of each rank of one engine; `by_tcp`: of an engine on several hosts."""
 
     def __init__(
         self, config: EngineConfig, size: int, num_stages: int = 1, *, by_tcp: bool = False
@@ -119,14 +119,14 @@ class Ranks:
         self.steps = list(self._threads.map(partial(_steps, config), ranks))
 
     def launch(self, batch: list[SequenceSlice]) -> list[LaunchedStep]:
-        """By all; those of the last stage, which samples."""
+        """Launch on all ranks; returns the steps of the last stage, which samples."""
         launched = list(self._threads.map(lambda steps: steps.launch(batch), self.steps))
         for each in launched[: -self._size]:
             assert each.collect() == [None] * len(batch) and not each.prompt_logprobs()
         return launched[-self._size :]
 
     def launch_ahead(self, batches: list[list[SequenceSlice]]) -> list[LaunchedStep]:
-        """All, each rank as soon as it can; those of the last rank."""
+        """Launch all batches on each rank, without waiting; returns the last rank's steps."""
 
         def launch_all(steps: GpuSteps) -> list[LaunchedStep]:
             return [steps.launch(batch) for batch in batches]
@@ -148,8 +148,8 @@ def _steps(config: EngineConfig, communicator: Any) -> GpuSteps:
     return steps
 
 
-# Of the vocabulary; ranks of a stage, and stages, also on several hosts: the last of four ranks has
-# padding alone.
+# Vocabulary size, ranks per stage, stages, transport of several hosts. The last of four ranks has
+# padding only.
 SIZES = [(253, 2, 1, ""), (9, 4, 1, ""), (253, 2, 2, ""), (9, 1, 3, "tcp")]
 SLOW_SIZES = [(320, 4, 1, ""), (9, 8, 1, ""), (253, 1, 3, ""), (253, 2, 2, "tcp")]
 
@@ -158,7 +158,7 @@ SLOW_SIZES = [(320, 4, 1, ""), (9, 8, 1, ""), (253, 1, 3, ""), (253, 2, 2, "tcp"
     params=[*SIZES, *(pytest.param(size, marks=pytest.mark.slow) for size in SLOW_SIZES)], ids=str
 )
 def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[ModelRunner, Ranks]]:
-    """One rank on the CPU, and several."""
+    """An engine with one rank on the CPU, and one with several."""
     vocab_size, size, num_stages, way = request.param
     write_checkpoint(
         tmp_path,
@@ -176,7 +176,8 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Mo
 
 
 def test_tokens_and_scores_are_those_of_one_rank(engines: tuple[ModelRunner, Ranks]) -> None:
-    """Prompts, then decodes: greedy, drawn, filtered, biased, scored, with further samples."""
+    """Prompts, then decodes, give one rank's results: greedy, sampled, filtered, biased, scored,
+    with further samples."""
     alone, ranks = engines
     vocab_size, rng = alone.model_config.vocab_size, random.Random(3)
     sequences = [[rng.randrange(vocab_size) for _ in range(length)] for length in PROMPT_LENS]

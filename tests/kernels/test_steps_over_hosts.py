@@ -1,5 +1,5 @@
-"""A GPU's steps on several hosts, several in flight, without a GPU: stages receive and send outside
-their graphs, whose memory the next replay overwrites.
+"""A GPU's steps on several hosts, with several in flight, without a GPU: stages receive and send
+outside their graphs, whose memory the next replay overwrites.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ from baton.kernels.sampling.sample_spec import SampleSpec
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real thing")
 
-no_device = test_steps_by_ranks.no_device  # threads are ranks
+no_device = test_steps_by_ranks.no_device  # ranks are threads
 
 BLOCK_SIZE, NUM_STAGES = 16, 3
 GREEDY = SampleSpec(SamplingParams(temperature=0.0), key=1)
 
 
 class FixedGraph:
-    """Of a step, with its output where the replay before has left its own. It has no `stages`."""
+    """The graph of a step whose output overwrites that of the previous replay. It has no
+    `stages`."""
 
     def __init__(self, size: int, step: Callable[[], torch.Tensor], stages: TcpStages) -> None:
         self.size, self._step, self._stages = size, step, stages
@@ -63,7 +64,7 @@ class FixedGraph:
 
 
 def capture(steps: GpuSteps) -> list[FixedGraph]:
-    """All small graphs, of decodes and of prompts."""
+    """Capture all small graphs, of decodes and of prompts."""
     graphs: list[FixedGraph] = []
     for kind in (steps.graphs, steps.prefill_graphs[0]):
         for size in [size for size in kind.sizes if size <= 64]:
@@ -77,8 +78,9 @@ def capture(steps: GpuSteps) -> list[FixedGraph]:
 
 
 def test_steps_in_flight_do_not_meet(tmp_path: Path) -> None:
-    """Prompts with graphs and without, decodes: the first stage is done with all of them before the
-    others have begun, or all are at it at once."""
+    """Steps of prompts, with and without graphs, and of decodes do not overwrite each other's data,
+    whether the first stage finishes all steps before the others begin or all stages run
+    concurrently."""
     write_checkpoint(tmp_path, seed=1, has_varied_vectors=True, vocab_size=40, num_hidden_layers=3)
     config = EngineConfig(model=str(tmp_path), device="cpu", num_kv_blocks=200)
     alone, ranks = ModelRunner(config), Ranks(config, 1, NUM_STAGES, by_tcp=True)
@@ -88,7 +90,7 @@ def test_steps_in_flight_do_not_meet(tmp_path: Path) -> None:
     tables = [list(range(2 + 8 * index, 10 + 8 * index)) for index in range(len(lens))]
 
     def steps(starts: list[int]) -> list[list[SequenceSlice]]:
-        """One for each sequence."""
+        """One step for each sequence."""
         return [
             [SequenceSlice(ids[start:], start, table, GREEDY)]
             for ids, start, table in zip(prompts, starts, tables, strict=True)
@@ -110,8 +112,8 @@ def test_steps_in_flight_do_not_meet(tmp_path: Path) -> None:
 
 
 def test_stages_start_at_their_own_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a GPU's start does: the largest step, least of the blocks that it leaves, one choice
-    of graphs for all, captures. The tokens are then those of one process."""
+    """The start on a GPU works across hosts: the largest step, the least number of blocks of any
+    stage, one choice of graphs for all, captures. The tokens are those of one process."""
     write_checkpoint(tmp_path, seed=1, has_varied_vectors=True, vocab_size=40, num_hidden_layers=3)
     config = EngineConfig(
         model=str(tmp_path), device="cpu", num_kv_blocks=60, max_num_seqs=3, mixed_graph_tokens=0
@@ -148,7 +150,7 @@ def test_stages_start_at_their_own_pace(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runners start so from now on, with fewer blocks the later their stage."""
+    """From this moment on runners start as on a GPU, later stages with fewer blocks."""
 
     def start(self: StepBuilder, layout: KvLayout, num_blocks: int) -> BuiltSteps:
         return self.on_gpu(layout)

@@ -67,14 +67,16 @@ def seeded() -> None:
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
-    """Equal up to the rounding of the type: relative in the norm, so that nothing hides in size."""
+    """Equal up to the rounding of the type, relative in the norm, so that the magnitude of values
+    does not matter."""
     limit = (2e-6 if expected.dtype == torch.float32 else 1e-2) * scale
     difference = (actual.double() - expected.double()).norm() / expected.double().norm()
     assert difference < limit, f"{difference:.2e}"
 
 
 def close_to_float32(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """`expected` on the CPU in float32; what is left is the rounding of `actual`'s type."""
+    """`expected` is computed on the CPU in float32; only the rounding of `actual`'s type
+    remains."""
     close(actual.cpu(), expected.to(actual.dtype), scale=2)
 
 
@@ -191,9 +193,10 @@ def sampled(
 def sampled_by_ranks(
     logits: torch.Tensor, rows: list[SampleSpec], num_ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What all ranks come to, one after the other: first what each has to add, then with the sum.
+    """The result of all ranks, run one after the other: first to collect each rank's summand, then
+    with the sum.
 
-    What lies in the padding of the last rank's is larger than any logit.
+    The padding of the last rank is larger than any logit.
     """
     vocab_size = logits.shape[1]
     width = -(-vocab_size // num_ranks)
@@ -217,7 +220,7 @@ def sampled_by_ranks(
     return token_ids, logprobs
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # a rank with padding alone
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # a rank with padding only
 @pytest.mark.parametrize(
     ("vocab_size", "num_ranks"),
     [(9, 4), (4099, 2), (4100, 3), pytest.param(9, 8, marks=pytest.mark.slow)],
@@ -225,7 +228,8 @@ def sampled_by_ranks(
 def test_ranks_that_share_the_vocabulary_sample_as_one_does(
     vocab_size: int, num_ranks: int
 ) -> None:
-    """The same tokens; the sums of their log-probabilities are over other chunks."""
+    """Ranks with parts of the vocabulary sample one rank's tokens; log-probabilities are summed
+    over other chunks."""
     generator = random.Random(vocab_size)
     rows = [
         drawn(generator.choice([0.0, 0.3, 1.0, 2.0]), key)
@@ -333,7 +337,7 @@ class Batch:
         return out.unflatten(1, (-1, self.qkv.shape[2]))
 
     def reference(self, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output, pool behind it) on the CPU, in float32 from the same inputs."""
+        """(output, pool after the step) on the CPU, in float32 from the same inputs."""
         pool = self.pool.cpu().float()
         backend = TorchAttention(pool, [None, window])
         slots = self.metadata.slot_mapping.cpu()
@@ -390,7 +394,7 @@ def test_prefill_in_a_graph(window: int | None) -> None:
     num_decodes = batch.metadata.num_decodes
     batch.metadata = dataclasses.replace(batch.metadata, graph_decodes=num_decodes + 3)
     attention = triton_attention(batch, window=window)
-    for _ in range(2):  # the second time what is left of the first lies in the fixed places
+    for _ in range(2):  # the second run finds the first one's data in the fixed buffers
         close_to_float32(batch.run(attention), expected)
 
 
@@ -409,8 +413,8 @@ def test_sliding_windows(window: int, lens: str) -> None:
 def test_one_long_sequence_among_short_ones(
     window: int | None, has_many_heads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It alone has several shares of keys: more than are joined at once, some behind the window.
-    Of many heads fewer shares are joined at once, of several together."""
+    """Only the long sequence is split into shares of its keys, more than are merged at once, some
+    outside the window. With many heads fewer shares are merged at once, several heads together."""
     most = 0 if has_many_heads else 1 << 30
     monkeypatch.setattr(decode_attention_triton, "_MANY_HEADS", most)
     batch = Batch((2, 1), 64, [(1, 1), (2300, 1), (64, 1)], torch.float32)
@@ -439,7 +443,7 @@ def test_rows_of_drafts(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A decode with drafts has what decodes of their own would have, whatever is beside it."""
+    """Each row of a decode with drafts equals a separate decode, whatever else is in the batch."""
     if not HAS_GPU and is_graph == (window is None):
         pytest.skip("the interpreter is slow")
     pairs, num_decodes = DRAFTS[lens]
@@ -464,8 +468,9 @@ def test_rows_of_drafts(
 @pytest.mark.parametrize("kind", [BlockScaled, RowScaled])
 @pytest.mark.parametrize("lens", ["drafts", "several shares", "beside a prompt"])
 def test_decodes_quantise_as_if_behind(lens: str, kind: type[Fp8Weight]) -> None:
-    """What one kernel gives, or one that joins shares; beside prompts it is left to what reads it,
-    as it is for a weight whose product takes a scale for each row."""
+    """The output of the single kernel, or of the one that merges shares, is quantised as by a
+    separate kernel. Beside prompts, or for a weight whose GEMM takes one scale per row, it stays in
+    floats."""
     pairs, num_decodes = DRAFTS[lens]
     batch = Batch((4, 2), 128, pairs, torch.bfloat16)
     batch.metadata = dataclasses.replace(batch.metadata, num_decodes=num_decodes)
@@ -509,7 +514,8 @@ def test_keys_are_divided_evenly(lens: list[int], kv_heads: int, is_8bit: bool) 
 
 @pytest.mark.parametrize("is_8bit", [False, True])
 def test_the_last_shares_are_short(is_8bit: bool) -> None:
-    """Where a sequence is a share, and all would end some rounds later at the same time."""
+    """If each sequence is one share, and all would end in the same late round, the last ones are
+    split."""
     shares, indptr = divide([1040] * 256, 8, is_8bit=is_8bit)
     sizes = shares[:, 3] - shares[:, 2]
     assert len(shares) > max_shares(256, 8, is_8bit=is_8bit) - 4
@@ -526,7 +532,7 @@ def test_the_last_shares_are_short(is_8bit: bool) -> None:
 def test_prompts_behind_long_contexts(
     heads: tuple[int, int], window: int | None, dtype: torch.dtype, is_graph: bool
 ) -> None:
-    """Their tiles are few, and divided by their keys."""
+    """Prompts after long contexts have few tiles, which are split along the keys."""
     batch = Batch(heads, 64, [(1090, 5), (0, 3), (530, 40)], dtype)
     expected, _ = batch.reference(window)
     if is_graph:
@@ -544,7 +550,7 @@ def test_prompts_behind_long_contexts(
 def test_each_query_sees_each_of_its_keys_once(
     slices: list[tuple[int, int]], tile_queries: int, max_shares: int
 ) -> None:
-    """`slices`: new tokens, and those before them."""
+    """`slices`: (new tokens, earlier tokens)."""
     query_lens = [new for new, _ in slices]
     seq_lens = [sum(pair) for pair in slices]
     tiles, joined = prefill_tiles.divide(query_lens, seq_lens, tile_queries, max_shares)
@@ -616,7 +622,8 @@ WIDE_LENS = {
 def test_prompts_in_tiles_of_hopper(
     lens: str, heads: tuple[int, int], dim: int, dtype: torch.dtype, is_graph: bool
 ) -> None:
-    """By prefill_gluon.py, and beside decodes; no sequence has what lies behind its end."""
+    """The kernel in prefill_gluon.py is right, also beside decodes; values after a sequence's end
+    are not read."""
     batch = Batch(heads, dim, WIDE_LENS[lens], dtype)
     lengths, tables = batch.metadata.seq_lens, batch.metadata.block_tables
     for length, table in zip(lengths, tables, strict=True):
@@ -633,7 +640,8 @@ def test_prompts_in_tiles_of_hopper(
 
 @pytest.mark.parametrize(("dim", "block_size"), [(128, 16), (64, 64)])
 def test_the_prefill_of_hopper_compiles_without_a_gpu(dim: int, block_size: int) -> None:
-    """With whatever Triton is installed: Gluon's interface is not settled."""
+    """The kernel compiles with the installed version of Triton, since Gluon's interface is not
+    stable."""
     program = Path(__file__).with_name("compile_prefill.py")
     command = [sys.executable, str(program), str(dim), str(block_size)]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}

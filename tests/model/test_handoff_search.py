@@ -1,9 +1,9 @@
 """Every sequence of events of one hand-off within bounds: none may violate an invariant. See
 docs/proof.md.
 
-In fakes/handoff, handoff_sides.py asserts the invariants of each step, handoff_moves.py defines the
-possible events, handoff_search.py checks that everything ends. The number of states given with each
-search is a lower bound: a search that became smaller by accident proves less than claimed.
+In fakes/handoff, handoff_sides.py asserts the invariants after each step, handoff_moves.py defines
+the possible events, and handoff_search.py checks that every sequence ends. The number of states
+given with each search is a lower bound: a search that became smaller by accident would prove less.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fakes.handoff.handoff_search import Bounds, Search
 from baton.kv_transfer.protocol.puller_transfer import PullerState
 from baton.kv_transfer.protocol.source import SourceState
 
-PATIENT = False  # the next attempt only after the one before has ended at one side
-IMPATIENT = True  # ... at any moment
+PATIENT = False  # the next attempt only after one side has ended the previous one
+IMPATIENT = True  # ... at any time
 CRASH = frozenset({"crash"})
 
 QUICK = [
@@ -43,7 +43,7 @@ def check(bounds: Bounds, min_states: int) -> None:
     assert any("completed" in ends for ends in found.ends)
     expected = {state.value for state in (*SourceState, *PullerState)}
     if bounds.attempts == 1:
-        expected -= {PullerState.QUEUED.value}  # alone, it never has to wait for memory
+        expected -= {PullerState.QUEUED.value}  # a single attempt never waits for memory
     if not bounds.faults:
         expected -= {PullerState.WAITING.value}  # the pair stays ready
     assert found.transfer_states >= expected
@@ -63,7 +63,8 @@ def test_no_longer_story_ends_badly(bounds: Bounds, min_states: int) -> None:
 
 @pytest.mark.parametrize("kind", sorted(FAULTS))
 def test_every_kind_of_fault_leads_somewhere_new(kind: str) -> None:
-    """Or a proof about it would be empty. A double and a stranger change nothing at all."""
+    """Each kind of fault reaches new states, or a proof about it would be empty; duplicated
+    messages and strangers' messages leave both sides as they are."""
     without = Search(Bounds(0, 0, attempts=1)).run()
     found = Search(Bounds(1, 0, attempts=1, kinds=frozenset({kind}))).run()
     assert found.num_states > without.num_states

@@ -1,6 +1,6 @@
-"""Two engines that fetch from each other: neither waits for ever, and no block is wrong. The pools
+"""Two engines that fetch from each other: neither waits forever, and no block is wrong. The pools
 are so small that making room for a prefix may evict the one that the other engine fetches, or that
-requests which move both ways at once find no room: then both stay.
+two requests which move in opposite directions find no room: then both stay.
 """
 
 from __future__ import annotations

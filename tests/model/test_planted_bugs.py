@@ -1,4 +1,4 @@
-"""Would the tests detect a bug? Bugs, planted one by one, and the check that catches each.
+"""Do the tests detect bugs? Bugs are planted one by one, with the check that catches each.
 
 A bug is an edit of the production code: in `where`, the text on the left of each pair is replaced
 by the one on the right. Its check passes without the bug and fails with it.
@@ -39,7 +39,7 @@ Edit = tuple[str, str]
 
 @dataclass(frozen=True)
 class Bug:
-    """`breaks` says what goes wrong in the world, `shows` what the check sees of it."""
+    """`breaks`: the effect on the system, `shows`: what the check reports."""
 
     name: str
     breaks: str
@@ -48,7 +48,7 @@ class Bug:
     check: Check
     shows: str
     also: dict[Callable[..., Any], list[Edit]] = field(default_factory=dict)
-    owner: object | None = None  # where to put the edited function, if not in its class
+    owner: object | None = None  # the owner of the edited function, if not its class
 
 
 rewritten_under_a_copy = partial(search, "cancel", "rewrite")
@@ -153,7 +153,7 @@ BUGS = [
         checks.an_aborted_step_keeps_its_blocks,
         shows="blocks are free while a step writes to them",
     ),
-    # ---- who may speak
+    # ---- who may send what
     Bug(
         "a source takes dispatches for its predecessor",
         "it computes, and holds for a lease, what nobody can pull",
@@ -186,7 +186,7 @@ BUGS = [
         checks.a_ticket_is_good_for_one_request,
         shows="the first one's blocks are lost",
     ),
-    # ---- late, lost, doubled
+    # ---- delayed, lost, duplicated
     Bug(
         "no tombstones",
         "a dispatch that arrives after its cancel is computed all the same",
@@ -318,7 +318,7 @@ BUGS = [
 
 
 def edited(function: Callable[..., Any], edits: list[Edit]) -> FunctionType:
-    """The function with each edit made; one that does not fit its source is an error."""
+    """The function with each edit made; an edit that does not match its source is an error."""
     source = textwrap.dedent(inspect.getsource(function))
     for old, new in edits:
         assert source.count(old) == 1, f"{old!r} is not, or not once, in {function.__qualname__}"

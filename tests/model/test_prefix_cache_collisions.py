@@ -34,19 +34,19 @@ scripts = st.lists(st.tuples(prompts, st.booleans()), min_size=1, max_size=25)
 
 
 def prefixes(tokens: Prefix) -> list[Prefix]:
-    """One per full block: all tokens up to its end."""
+    """One prefix per full block: all tokens up to the block's end."""
     return [tokens[: i + BLOCK_SIZE] for i in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE)]
 
 
 @dataclass
 class Model:
-    """A pool whose blocks know by what prefix they were computed: the oracle of what is in them.
+    """A pool that records the prefix of each block's KV, as the oracle of its content.
 
-    `hash_values` is how many different hashes there are; None: the real ones.
+    `hash_values`: the number of different hashes; None: the real ones.
     """
 
     hash_values: int | None
-    content: dict[int, Prefix] = field(default_factory=dict)  # block -> what its KV was computed of
+    content: dict[int, Prefix] = field(default_factory=dict)  # block -> the prefix of its KV
     live: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -60,7 +60,8 @@ class Model:
         return [BlockHash(bytes([h[0] % self.hash_values])) for h in honest]
 
     def serve(self, tokens: Prefix) -> list[Prefix] | None:
-        """What is in the prompt's cached blocks; computes and stores the others. None: no room."""
+        """The prefixes in the prompt's cached blocks; computes and stores the others. None: no
+        room."""
         hashes = self.hashes(tokens)
         matched = self.cache.match(hashes)
         self.pool.acquire(matched)
@@ -84,7 +85,8 @@ class Model:
 
 
 def play(model: Model, script: list[tuple[Prefix, bool]]) -> list[tuple[Prefix, list[Prefix]]]:
-    """Serve prompts, some of which leave at once; returns each with what its cache hits held."""
+    """Serve prompts, some of which are released at once; returns each with its cache hits'
+    prefixes."""
     served = []
     for tokens, leaves in script:
         found = model.serve(tokens)
@@ -117,7 +119,7 @@ def test_with_its_own_hash_every_hit_is_the_prompt_s_own_prefix(
 def test_with_colliding_hashes_blocks_stay_accounted_and_only_collisions_are_wrong(
     script: list[tuple[Prefix, bool]], hash_values: int
 ) -> None:
-    """A hit is always of a prefix with the hash that was asked for: the cache mixes nothing up."""
+    """A hit always has the hash that was looked up: the cache confuses no blocks."""
     model = Model(hash_values)
     for tokens, found in play(model, script):
         for asked, held in zip(prefixes(tokens), found, strict=False):
@@ -125,14 +127,15 @@ def test_with_colliding_hashes_blocks_stay_accounted_and_only_collisions_are_wro
 
 
 def test_a_collision_would_be_wrong_kv() -> None:
-    """The reason for 128 bits: nothing behind the hash would notice."""
+    """A collision gives wrong KV, since nothing after the hash would detect it: the reason for 128
+    bits."""
     model = Model(hash_values=1)
     model.serve((1, 1))
     assert model.serve((2, 2)) == [(1, 1)]
 
 
 def recorded_inputs(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Every byte string that is hashed from here on."""
+    """Record every byte string that is hashed from this moment on."""
     inputs: list[bytes] = []
 
     class Recorder:
@@ -156,7 +159,7 @@ def recorded_inputs(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 def test_different_roots_and_blocks_never_hash_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where two texts meet in one input, moving a character from one to the other must show."""
+    """Moving a character between two adjacent texts of one input changes the input."""
     inputs = recorded_inputs(monkeypatch)
     words = ["", "a", "aa", "1:", "1:a", "2:aa", ":", "é"]
     roots = set()
@@ -164,7 +167,7 @@ def test_different_roots_and_blocks_never_hash_the_same_bytes(
         for salt in words:
             inputs.clear()
             root_hash(fingerprint, salt)
-            roots.add(inputs[0])  # behind it comes the tenant's tag
+            roots.add(inputs[0])  # the tenant's tag follows
     assert len(roots) == len(words) ** 2
     inputs.clear()
     parents = [BlockHash(bytes([i] * 16)) for i in range(3)]

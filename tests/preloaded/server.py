@@ -32,12 +32,12 @@ _IMPORTED = (
     *("baton.engine.parallel.rank_worker", "baton.offline.llm"),
 )
 _CLONE_PARENT, _CHILD_CLEARTID, _CHILD_SETTID = 0x8000, 0x00200000, 0x01000000
-_SYS_CLONE = 56  # of x86-64
+_SYS_CLONE = 56  # x86-64
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def be_first_server() -> NoReturn:
-    """The process that imports."""
+    """Become the process that imports the product."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     _end_with_parent(signal.SIGKILL)
     gc.disable()
@@ -53,7 +53,7 @@ def be_first_server() -> NoReturn:
 
 
 def _serve(connection: socket.socket) -> NoReturn:
-    """Fork whatever is asked for, as a child of our parent, until that is gone."""
+    """Fork requested processes, as children of our parent, until the parent is gone."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, SERVER_NAME.encode(), 0, 0, 0)
     assert len(os.listdir("/proc/self/task")) == 1
     while True:
@@ -82,7 +82,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _clone_beside() -> int:
-    """os.fork(), but the child is one of our parent's."""
+    """os.fork(), but the child's parent is our parent."""
     libc, python = ctypes.PyDLL(None), ctypes.pythonapi
     flags = _CLONE_PARENT | _CHILD_SETTID | _CHILD_CLEARTID | int(signal.SIGCHLD)
     place = ctypes.c_void_p(tid_address())
@@ -99,7 +99,7 @@ def _clone_beside() -> int:
 
 
 def _become(order: dict[str, Any], files: list[int]) -> NoReturn:
-    """Be the process that was asked for, and end as it ends."""
+    """Become the requested process, and end as it ends."""
     argv = order["argv"]
     try:
         _take_files(files, order["places"])
@@ -113,7 +113,7 @@ def _become(order: dict[str, Any], files: list[int]) -> NoReturn:
             _end_with_parent(order["bind"])
             if os.getppid() != order["parent"]:
                 os._exit(1)
-        if "BATON_CALL_TRACE" in os.environ:  # what only an interpreter's own start looks for
+        if "BATON_CALL_TRACE" in os.environ:  # normally imported at an interpreter's start
             importlib.import_module("call_trace.sitecustomize")
         gc.enable()
     except BaseException:
@@ -152,7 +152,7 @@ def _take_environment(argv: Sequence[str], environment: dict[str, str]) -> None:
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     arg_start, arg_end, env_start, env_end = map(int, fields[45:49])
     shown = [f"{name}={value}" for name, value in environment.items()]
-    shown.sort(key=lambda each: not each.startswith("BATON"))  # first what tests look for
+    shown.sort(key=lambda each: not each.startswith("BATON"))  # first the variables that tests read
     for texts, begin, end in ((argv, arg_start, arg_end), (shown, env_start, env_end)):
         text = b"".join(os.fsencode(each) + b"\0" for each in texts)
         size = end - begin
@@ -161,7 +161,7 @@ def _take_environment(argv: Sequence[str], environment: dict[str, str]) -> None:
 
 
 def _serve_ourselves() -> None:
-    """Have a server of our own, forked while we have one thread: of our engines, or gateways."""
+    """Fork a server of our own while we have one thread: for our engines, or gateways."""
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         ours.close()

@@ -52,7 +52,7 @@ _are_starts_real = False
 
 
 class Link:
-    """To the server of this process."""
+    """The connection to this process's server."""
 
     def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
         self._connection = connection
@@ -89,11 +89,12 @@ def read(connection: socket.socket, size: int) -> bytes:
     return found
 
 
-# -- who asks --------------------------------------------------------------------------------------
+# -- the requesting process ----------------------------------------------------------------------
 
 
 def start() -> None:
-    """Start the server, by the main thread: what is bound to its parent ends with that thread."""
+    """Start the server from the main thread: processes bound to their parent end with that
+    thread."""
     global _server
     if _server is not None or not _is_possible():
         return
@@ -131,7 +132,7 @@ def use(server: Link) -> None:
 
 @contextmanager
 def real_starts() -> Iterator[None]:
-    """What is started meanwhile is started by exec."""
+    """Processes started meanwhile are started by exec."""
     global _are_starts_real
     _are_starts_real = True
     try:
@@ -141,7 +142,7 @@ def real_starts() -> Iterator[None]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Those of its main thread that the product knows of."""
+    """Children of the process's main thread, without our server."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in found if not _is_server(child)]
 
@@ -164,7 +165,7 @@ def _execute_child(
     env: Mapping[str, str] | None,
     *others: Any,
 ) -> None:
-    """In place of Popen's: `others` begin with startupinfo, creationflags, shell and the pipes."""
+    """Replaces Popen's: `others` begin with startupinfo, creationflags, shell and the pipes."""
     p2cread, _, _, c2pwrite, _, errwrite = pipes = others[3:9]
     start_new_session = others[-2]
     environment = dict(os.environ if env is None else env)
@@ -199,7 +200,8 @@ def _execute_child(
 
 
 def _program(command: list[str]) -> tuple[int, list[str]] | None:
-    """(signal that binds it to its parent or 0, arguments), of a command that a fork can run."""
+    """(the signal that binds it to its parent, or 0; arguments) of a command that a fork can
+    run."""
     bind = 0
     if command[1:3] == _BIND and len(command) > 6 and "getppid" in command[3]:
         bind, command = int(command[4]), command[6:]
@@ -211,7 +213,7 @@ def _program(command: list[str]) -> tuple[int, list[str]] | None:
 
 
 def tid_address() -> int | None:
-    """Where glibc has the thread's id: its fork has the kernel write it, and so do we."""
+    """Where glibc stores the thread's id: its fork has the kernel write it, and so does ours."""
     address = ctypes.c_void_p()
     failed = ctypes.CDLL(None).prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0)
     return None if failed else address.value
@@ -221,7 +223,7 @@ def tid_address() -> int | None:
 
 
 class _Process:
-    """What the product uses of asyncio.subprocess.Process."""
+    """The part of asyncio.subprocess.Process that the product uses."""
 
     def __init__(self, process: subprocess.Popen[bytes], stdout: asyncio.StreamReader | None):
         self.pid, self.stdout = process.pid, stdout

@@ -52,7 +52,7 @@ class Conversation:
 
 
 def conversations() -> list[Conversation]:
-    """All that are recorded."""
+    """All recorded conversations."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]
     return [
         Conversation(one["name"], one["client"], tuple(Exchange(**e) for e in one["exchanges"]))
@@ -61,7 +61,7 @@ def conversations() -> list[Conversation]:
 
 
 async def read_message(reader: asyncio.StreamReader) -> bytes:
-    """A request or an answer, to its end; empty at the end of the connection."""
+    """Read a whole request or response; empty at the end of the connection."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError:
@@ -80,7 +80,8 @@ async def read_message(reader: asyncio.StreamReader) -> bytes:
 
 
 def normalised(answer: bytes, ids: dict[bytes, bytes]) -> str:
-    """See above; `ids` is of the whole conversation: each id, and what it is called."""
+    """The normalised response, see above; `ids` is shared by the conversation: each id, and its
+    name."""
     head, _, body = answer.partition(b"\r\n\r\n")
     if b"chunked" in head:
         body = _joined_chunks(body)
@@ -97,7 +98,7 @@ def _named(found: bytes, ids: dict[bytes, bytes]) -> bytes:
 
 
 def with_ids(request: bytes, ids: Mapping[bytes, bytes]) -> bytes:
-    """A request with the ids of this time, where it has those of a normalised answer."""
+    """A request with this run's ids in place of the names in a normalised response."""
     ours = {name: found for found, name in ids.items()}
     return _ID.sub(lambda found: ours.get(found[0], found[0]), request)
 
@@ -119,7 +120,8 @@ def _joined_chunks(body: bytes) -> bytes:
 
 
 def _joined_pieces(body: bytes) -> bytes:
-    """Events in a row that are deltas of the same are one; numbers of events count these."""
+    """Join consecutive events that are deltas of the same piece; event numbers count joined
+    events."""
     events: list[bytes] = []
     shape = b""
     for event in body.split(b"\n\n"):
@@ -135,7 +137,7 @@ def _joined_pieces(body: bytes) -> bytes:
             events[-1] = events[-1][: before.end(2)] + found[2] + events[-1][before.end(2) :]
         if not is_more:
             events.append(counted)
-        elif ours != shape:  # the last one, which has an end too
+        elif ours != shape:  # the last one, which also has an end
             events.append(ours)
         shape = ours
     numbers = iter(range(len(events)))
@@ -145,7 +147,7 @@ def _joined_pieces(body: bytes) -> bytes:
 
 
 def of_generating(request: bytes) -> bool:
-    """Whether the model writes an answer to it."""
+    """Whether the model generates a response to it."""
     line = request.partition(b"\r\n")[0]
     paths = (b"/v1/completions", b"/v1/chat/completions", b"/v1/responses", b"/v1/messages")
     return line.startswith(b"POST") and line.split()[1].partition(b"?")[0] in paths

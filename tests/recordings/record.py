@@ -39,7 +39,7 @@ MAX_MODEL_LEN = 65_536
 
 
 class Proxy:
-    """Passes whole requests and answers on, and keeps them."""
+    """Forwards whole requests and responses, and records them."""
 
     def __init__(self, gateway: ConversationGateway, writes: Iterator[str]) -> None:
         self._gateway = gateway
@@ -54,7 +54,7 @@ class Proxy:
                 if wrote:
                     self._gateway.writes(wrote)
                 answer = await ask(self._gateway.url, request)
-                # What a client was shown it sends back: names of ids are kept, not ids.
+                # A client sends back what it received: names of ids are recorded, not ids.
                 asked = with_ids(request, {name: found for found, name in self._ids.items()})
                 shown = normalised(answer, self._ids)
                 self.exchanges.append(Exchange(wrote, asked.decode(), shown))
@@ -65,7 +65,7 @@ class Proxy:
 
 
 async def ask(url: str, request: bytes) -> bytes:
-    """One request's bytes on a connection of its own; its answer's."""
+    """Send one request's bytes on a connection of its own; returns the response's bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
     try:
         writer.write(request)
@@ -75,7 +75,7 @@ async def ask(url: str, request: bytes) -> bytes:
 
 
 def writes_of(script: Path) -> list[str]:
-    """Its list WRITES, without the client that the script imports."""
+    """The script's list WRITES, without importing its client."""
     for node in ast.parse(script.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "WRITES":
             found: list[str] = ast.literal_eval(node.value)

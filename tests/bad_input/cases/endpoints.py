@@ -13,7 +13,7 @@ from bad_input.cases.table import ABSENT, VOCAB_SIZE, Row, rows
 
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _TOKENIZE, _DETOKENIZE = "/tokenize", "/detokenize"
-PATHS = ("/v1/completions", *GOOD_OF)  # all that take JSON
+PATHS = ("/v1/completions", *GOOD_OF)  # all paths that take JSON
 HTTP_ALONE = "an endpoint of HTTP's: gRPC has calls of its own, with types"
 _NAMES = ("a b", "é", "a\0", "x" * 257, "x" * 1_000_000, "a\n", "\u202e")
 
@@ -37,7 +37,7 @@ def _values(path: str, kind: str, name: str, values: Sequence[Any], code: str = 
 
 
 def _bodies(path: str) -> list[Row]:
-    """What is no JSON object, or does not say that it is one."""
+    """Bodies that are no JSON object, or lack its content type."""
     good = json.dumps(GOOD_OF.get(path, GOOD)).encode()
     twice = good[:-1] + b", " + good[1:]
     wrong: Sequence[tuple[str, bytes, str, str | None]] = (

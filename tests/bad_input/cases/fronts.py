@@ -1,4 +1,4 @@
-"""A running victim from a client's side: both fronts, raw sockets, its log and its memory."""
+"""A running target from a client's side: both fronts, raw sockets, its log and its memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _TARGET = Path(__file__).with_name("target.py")
 _START_S = 60.0
 _ANSWER_S = 20.0  # generous: the machine may be busy
 
-# What no caller may ever see: traces, our source and model paths, our inner addresses, our classes.
+# Never visible to a caller: traces, our source and model paths, internal addresses, our classes.
 LEAKS = re.compile(
     r"Traceback|\.py\b|File \"|/root/|/tmp/|/home/|site-packages|0x[0-9a-f]{6,}|"
     r"<class|object at|DecodeError|aiohttp|asyncio|127\.0\.0\.1:\d+"
@@ -62,7 +62,7 @@ class Answer:
 
 
 class Target:
-    """`process`'s stdin is its life; `log_path` has all that it said."""
+    """A target that ends when the stdin of `process` closes; `log_path` has all its output."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], started: Mapping[str, Any], log_path: Path
@@ -111,7 +111,7 @@ class Target:
         message: inference_pb2.GenerateRequest | bytes,
         metadata: Sequence[tuple[str, str]] = (),
     ) -> Answer:
-        """Generate to its end; bytes are sent as they are."""
+        """Generate until the end; bytes are sent verbatim."""
         data = message if isinstance(message, bytes) else message.SerializeToString()
         return self.call(GENERATE, data, metadata)
 
@@ -123,7 +123,7 @@ class Target:
         *,
         channel: grpc.Channel | None = None,
     ) -> Answer:
-        """Any method of any service with any bytes; the text is that of all chunks."""
+        """Call any method with any bytes; the text is that of all chunks."""
         stub = (channel or self.channel).stream_stream(
             method, request_serializer=bytes, response_deserializer=bytes
         )
@@ -143,10 +143,10 @@ class Target:
         ) as plain:
             yield plain
 
-    # --- is it well? ------------------------------------------------------------------------------
+    # --- health -----------------------------------------------------------------------------------
 
     def check_serves(self, **headers: str) -> None:
-        """Raise unless a good request gets its tokens on both fronts, now."""
+        """Raise unless a good request succeeds on both fronts at this moment."""
         answer = self.post("/v1/completions", GOOD, **headers)
         assert answer.status == 200, (answer, self.log_tail())
         text = json.loads(answer.text)["choices"][0]["text"]
@@ -177,7 +177,7 @@ class Target:
 
 @contextmanager
 def running(folder: Path, config: Mapping[str, Any]) -> Iterator[Target]:
-    """A victim of its own; its log goes to `folder`."""
+    """A separate target; its log goes to `folder`."""
     log_path = folder / "gateway.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -204,7 +204,7 @@ def running(folder: Path, config: Mapping[str, Any]) -> Iterator[Target]:
 
 
 def read_answer(plain: socket.socket) -> Answer:
-    """The next HTTP answer on a raw socket."""
+    """Read the next HTTP response from a raw socket."""
     response = http.client.HTTPResponse(plain)
     response.begin()
     text = response.read().decode("utf-8", "replace")
@@ -212,7 +212,7 @@ def read_answer(plain: socket.socket) -> Answer:
 
 
 def read_to_end(plain: socket.socket, timeout_s: float = _ANSWER_S) -> bytes:
-    """All until the other side closes; raises TimeoutError if it does not."""
+    """Read until the other side closes; raises TimeoutError if it does not."""
     ends_s, parts = time.monotonic() + timeout_s, []
     while True:
         plain.settimeout(max(0.01, ends_s - time.monotonic()))

@@ -27,7 +27,7 @@ _SAMPLING = {
 _GENERATION = {"model": "demo", "max_tokens": 1, "n": 1, "cache_salt": "s", "user": "u",
                "metadata": {"a": "b"}, "skip_special_tokens": False}  # fmt: skip
 
-# (path, body): each is answered with 200, but where the model cannot do what is asked.
+# (path, body): each returns 200, unless the model lacks a feature.
 GOOD_BODIES: Sequence[tuple[str, dict[str, Any]]] = (
     ("/v1/completions", {"model": "demo", "prompt": "hello", "max_tokens": 1}),
     ("/v1/completions", {**_GENERATION, **_SAMPLING, "prompt": [1, 2, 3], "logprobs": 2}),
@@ -99,7 +99,7 @@ _VALUES: Sequence[Any] = (
 
 
 def mutated_body(rng: random.Random) -> tuple[str, bytes]:
-    """A path, and a body that was good for it, or for another."""
+    """A path, and a mutated body that was valid for it, or for another."""
     path, body = rng.choice(GOOD_BODIES)
     if rng.random() < 0.05:
         path = rng.choice(GOOD_BODIES)[0]
@@ -113,7 +113,7 @@ def mutated_body(rng: random.Random) -> tuple[str, bytes]:
 
 
 def mutated_message(rng: random.Random) -> tuple[str, bytes]:
-    """A method, and bytes that were a message of it, or of another."""
+    """A method, and a mutated message that was valid for it, or for another."""
     method, data = rng.choice(GOOD_MESSAGES)
     if rng.random() < 0.1:
         method = rng.choice(GOOD_MESSAGES)[0]
@@ -121,7 +121,7 @@ def mutated_message(rng: random.Random) -> tuple[str, bytes]:
 
 
 def mutated_head(rng: random.Random) -> bytes:
-    """A whole request with its head changed; may be no HTTP at all."""
+    """A whole request with its head mutated; possibly no HTTP at all."""
     path, body = rng.choice(GOOD_BODIES)
     data = json.dumps(body).encode()
     head = http_head(path, len(data))
@@ -136,7 +136,7 @@ def http_head(path: str, num_bytes: int) -> bytes:
 
 
 def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Some of: flipped, cut, doubled, cut out, filled in."""
+    """Bytes are flipped, cut off, repeated, removed or inserted."""
     for _ in range(rng.choice((1, 1, 2, 4))):
         first = rng.randrange(len(data) + 1)
         last = min(len(data), first + rng.choice((1, 2, 4, 16, 64)))
@@ -158,7 +158,7 @@ def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def _change_value(rng: random.Random, body: Any) -> None:
-    """Somewhere in it: another value, a value less, or one under another's name."""
+    """Replace, remove or rename one value somewhere in it."""
     place = body
     while True:
         keys = list(place) if isinstance(place, dict) else list(range(len(place)))

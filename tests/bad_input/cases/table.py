@@ -2,8 +2,8 @@
 both fronts.
 
 A row changes one thing in a valid request. Over gRPC the same request is sent in protobuf if
-protobuf can express it: SAME; if its types refuse it before sending: TYPED; otherwise the row says
-why nothing can be sent. Ids begin with the kind of request, B27, and number its rows.
+protobuf can express it: SAME; if its types refuse it before sending: TYPED; otherwise the row gives
+the reason why it cannot be sent. Ids begin with the kind of request, B27, and number its rows.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _CHAT = "/v1/chat/completions"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """`change`: fields of the good request; `raw`: a whole body instead.
+    """`change`: changed fields of the good request; `raw`: a whole body instead.
 
-    `over_grpc`: see above; with `raw`, `grpc_raw` is what says the same in protobuf. The code there
-    is the same unless `grpc_code` says otherwise.
+    `over_grpc`: see above; with `raw`, `grpc_raw` is the same in protobuf. The code there is the
+    same unless `grpc_code` is given.
     """
 
     id: str
@@ -56,19 +56,19 @@ class Row:
         return json.dumps(body).encode()
 
     def message(self) -> inference_pb2.GenerateRequest | bytes:
-        """The same for gRPC; raises ValueError or TypeError where protobuf cannot hold it."""
+        """The same for gRPC; raises ValueError or TypeError where protobuf cannot express it."""
         return self.grpc_raw if self.grpc_raw is not None else to_wire(GOOD | dict(self.change))
 
 
 class _Absent:
-    """The field is left out."""
+    """Marks a field as left out."""
 
 
 ABSENT: Any = _Absent()
 
 
 def to_wire(body: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
-    """A completion's fields as gRPC has them, unjudged."""
+    """A completion's fields as a gRPC message, without validation."""
     wire = inference_pb2.GenerateRequest()
     for name, value in body.items():
         if value is ABSENT:
@@ -130,7 +130,7 @@ def _nested(depth: int) -> dict[str, Any]:
 
 
 def deep_arguments(depth: int) -> bytes:
-    """A chat whose assistant called a tool with arguments of this depth."""
+    """A chat whose assistant message has a tool call with arguments of this depth."""
     arguments = '{"a":' * depth + "1" + "}" * depth
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
     body = GOOD_CHAT | {"messages": [{"role": "assistant", "tool_calls": [call]}]}
@@ -144,7 +144,7 @@ def _raw(text: str) -> bytes:
 
 _NAN, _INFINITY = float("nan"), float("inf")
 _GOOD_JSON = json.dumps(GOOD).encode()
-_TRUNCATED = b"\x12\x05hel"  # a text of five bytes, of which three came
+_TRUNCATED = b"\x12\x05hel"  # a text of five bytes, three of which are present
 _NOT_UTF8 = b"\x12\x03\xff\xfe\xfd"
 _LOOPS = (
     {"$ref": "#"}, {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
@@ -465,7 +465,7 @@ CHATS: list[Row] = [
 
 TABLE: list[Row] = [*BODIES, *FIELDS, *CHATS]
 
-# Kinds of request that meet nothing here, and why. test_rows.py has the tests of all others.
+# Kinds of request that have no row here, and why. test_rows.py lists the tests of all others.
 NOT_HERE: Mapping[str, str] = {
     "B79": "nodes do not register with a gateway: the directory is a hint, each dial checks",
     "B80": "the same: an address from the directory is dialled, and must prove the secret",

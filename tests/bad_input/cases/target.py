@@ -1,4 +1,4 @@
-"""The victim: a gateway, its Redis and two nodes without engines, in a process of its own; also a
+"""The target: a gateway, its Redis and two nodes without engines, in a process of its own; also a
 node's gRPC server and an engine's listener as in production.
 
     python tests/bad_input/cases/target.py CONFIG
@@ -41,13 +41,13 @@ from baton.proto.v1 import node_pb2_grpc
 
 SECRET = "test secret"
 HOST = "127.0.0.1"
-ENGINE = secrets.token_hex(16)  # several targets run at once, on one host
+ENGINE = secrets.token_hex(16)  # several targets may run on one host
 NUM_BLOCKS = 26  # 24 of them usable: 384 tokens, less than the context of 512
 _ENTRY_TTL_S = 3600.0
 
 
 def _shorten(config: dict[str, Any]) -> None:
-    """Take what is no field of GatewayConfig out, and into effect."""
+    """Remove fields that are not GatewayConfig's, and apply them."""
     connections.HEAD_S = config.pop("head_s", connections.HEAD_S)
     connections.IDLE_S = config.pop("idle_s", connections.IDLE_S)
     connections.UNREAD_S = config.pop("unread_s", connections.UNREAD_S)
@@ -113,7 +113,7 @@ async def _run(config: dict[str, Any], redis_url: str) -> None:
 
 
 class _Forgetful(list[Any]):
-    """What the fake nodes keep for tests to see; here memory is measured."""
+    """Drops what the fake nodes would record for tests, since memory is measured here."""
 
     def append(self, item: Any) -> None:
         pass

@@ -1,6 +1,4 @@
-"""With a disk behind host memory behind the KV pool: tokens equal those of a pool without
-evictions.
-"""
+"""A disk below host memory below the KV pool: tokens equal those of a pool without evictions."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ SAMPLING = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def copying_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model so small that to compute it takes no longer."""
+    """Copying always pays: in a model this small, computing the blocks takes no longer."""
     monkeypatch.setattr(CopyCost, "pays", lambda self, num_bytes, *others: num_bytes > 0)
 
 
@@ -61,7 +59,7 @@ def generate(engine: LocalEngine, prompt: tuple[int, ...]) -> list[int]:
 
 
 def settle(engine: LocalEngine) -> None:
-    """Let what is to be written be written."""
+    """Wait until all pending writes are done."""
     host = engine.engine._host
     assert host is not None and host.disk is not None
     while host.num_writing or host.disk._writing:
@@ -71,7 +69,7 @@ def settle(engine: LocalEngine) -> None:
 
 @pytest.fixture(scope="module")
 def cold() -> Iterator[LocalEngine]:
-    """In which nothing is displaced."""
+    """An engine whose pool is large enough to evict nothing."""
     engine = engine_of(config_of(400))
     yield engine
     assert not engine.engine.stats.totals().num_preemptions
@@ -107,7 +105,7 @@ def check_disk(cold: LocalEngine, kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("swap_space", "name", "why"),
-    [(0.01, "absent", "absent: No such file"), (None, "", "holds what leaves host memory")],
+    [(0.01, "absent", "absent: No such file"), (None, "", "needs host memory for KV blocks")],
 )
 def test_an_engine_does_not_start_without_directory_or_host_memory(
     swap_space: float | None, name: str, why: str, tmp_path: Path
@@ -120,7 +118,8 @@ def test_an_engine_does_not_start_without_directory_or_host_memory(
 
 
 def test_a_deployments_prompt_is_found_on_disk(cold: LocalEngine, tmp_path: Path) -> None:
-    """On the prefill node; which engine has it on disk no gateway knows."""
+    """A prompt is read from the prefill node's disk; gateways do not know which engine has it
+    there."""
     block_bytes = cold.runner.kv.block_bytes
     expected = [generate(cold, chat) for chat in CHATS]
     tiers = {"swap_space": 40 * block_bytes / 2**30, "kv_disk_path": str(tmp_path)}

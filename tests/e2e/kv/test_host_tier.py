@@ -1,4 +1,4 @@
-"""With host memory behind the KV pool: tokens equal those of a pool without evictions."""
+"""Host memory below the KV pool: tokens equal those of a pool without evictions."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ GROWING = [tuple(GENERATOR.choices(range(3, 4096), k=100)) for _ in range(4)]
 
 @pytest.fixture(autouse=True)
 def copying_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model so small that to compute it takes no longer."""
+    """Copying always pays: in a model this small, computing the blocks takes no longer."""
     monkeypatch.setattr(CopyCost, "pays", lambda self, num_bytes, *others: num_bytes > 0)
 
 
 class Optimist(OutputLengthEstimator):
-    """Lets in more than fits."""
+    """An estimator that admits more requests than fit."""
 
     def estimate(self, num_generated: int, max_tokens: int) -> int:
         return 1
@@ -63,7 +63,7 @@ def generate(engine: LocalEngine, prompts: Prompts, num_tokens: int) -> list[lis
 
 @pytest.fixture(scope="module")
 def cold() -> Iterator[LocalEngine]:
-    """In which nothing is displaced."""
+    """An engine whose pool is large enough to evict nothing."""
     engine = engine_of("auto", 800, 0)
     yield engine
     assert not engine.engine.stats.totals().num_preemptions
@@ -117,7 +117,8 @@ def test_tokens_of_two_ranks_are_the_same(cold: LocalEngine) -> None:
 
 
 def test_a_deployments_prompt_is_found_in_host_memory(cold: LocalEngine) -> None:
-    """On the prefill node, after others have displaced it; the gateway knows that it is there."""
+    """A prompt that others have evicted from the prefill node's pool is read from host memory, and
+    the gateway routes to it."""
     config = EngineConfig(
         device="cpu",
         max_model_len=512,

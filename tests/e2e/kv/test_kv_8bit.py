@@ -45,7 +45,8 @@ def prompts() -> list[tuple[int, ...]]:
 def tokens_of(
     config: EngineConfig, num_tokens: int, num_prompts: int = 5, *, is_tight: bool = False
 ) -> list[list[int]]:
-    """Of so many prompts at once, some of them with a further sample, which copies a block."""
+    """The tokens of `num_prompts` prompts at once, some with a further sample, which copies a
+    block."""
     engine = LocalEngine(config, ModelRunner(config))
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     requests = [
@@ -88,13 +89,13 @@ def test_preemption_changes_no_token(kind: str, monkeypatch: pytest.MonkeyPatch)
     roomy = config_of(kind, cpu_kv_bytes=16 << 20)
     tight = dataclasses.replace(roomy, num_kv_blocks=24, max_model_len=320)
     expected = tokens_of(roomy, 60, 4)
-    # Every request is expected to end at once: so memory runs out.
+    # Each request is expected to end at once, so that too many are admitted.
     monkeypatch.setattr(OutputLengthEstimator, "estimate", lambda *_: 1)
     assert tokens_of(tight, 60, 4, is_tight=True) == expected
 
 
 def perplexity(kind: str, ids: list[int]) -> float:
-    """Of the bundled model on a text."""
+    """The perplexity of the bundled model on a text."""
     runner = ModelRunner(EngineConfig(device="cpu", kv_cache_dtype=kind, block_size=16))
     table = range(2, 2 + len(ids) // 16)
     launched = runner.launch([SequenceSlice(ids, 0, table, None, prompt_targets=ids[1:])])
@@ -107,7 +108,7 @@ def perplexity(kind: str, ids: list[int]) -> float:
 def test_perplexity_grows_by_less_than_half_a_percent() -> None:
     tokenizer = Tokenizer.from_file(str(resolve_model_dir("demo") / "tokenizer.json"))
     text = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_text()
-    ids = tokenizer.encode(text).ids[: number(1024, 2048)]  # that fills its context
+    ids = tokenizer.encode(text).ids[: number(1024, 2048)]  # as long as its context
     auto, *others = (perplexity(kind, ids) for kind in ("auto", *KINDS))
     for kind, found in zip(KINDS, others, strict=True):
         print(f"{kind}: {found:.4f}, auto: {auto:.4f}")

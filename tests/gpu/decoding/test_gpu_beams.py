@@ -1,4 +1,4 @@
-"""Beams on a GPU equal those of the CPU, beside other requests and with graphs."""
+"""Beams on a GPU equal those of the CPU, with concurrent requests and with graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA adapters on a GPU: each request of a mixed batch has the tokens of its merged model in
+"""LoRA adapters on a GPU: each request of a mixed batch gets the tokens of its merged model in
 transformers in float32, or nearly tied ones.
 """
 
@@ -27,7 +27,7 @@ pytestmark = [
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 320}
 LENS = (1, 17, 40, 130)
-NEAR_TIE = {"float32": 0.01, "bfloat16": 0.2}  # of the spread of a position's logits
+NEAR_TIE = {"float32": 0.01, "bfloat16": 0.2}  # relative to the spread of a position's logits
 NUM_ADAPTERS = 3
 
 

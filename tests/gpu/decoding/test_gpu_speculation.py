@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-NEAR_TIE = 1e-3  # of log-probabilities: float32 sums in another order differ by about 1e-4
+NEAR_TIE = 1e-3  # of log-probabilities: sums in another order differ by about 1e-4 in float32
 CODE = "def area(self):\n    return self.width * self.height\n\ndef side(self):\n    return self."
 METHODS = {
     "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 4},
@@ -41,7 +41,7 @@ def speculation(method: str) -> str:
 
 
 def outputs(config: EngineConfig, num_requests: int) -> tuple[list[list[TokenOutput]], int]:
-    """Of each request, and how many drafts were accepted."""
+    """The outputs of each request, and the number of accepted drafts."""
     local = LocalEngine.load(config, lambda line: None)
     tokenizer = Tokenizer.from_file(str(local.model_dir / "tokenizer.json"))
     found: dict[str, list[TokenOutput]] = {}
@@ -77,7 +77,7 @@ def check_equal(drafted: list[list[TokenOutput]], plain: list[list[TokenOutput]]
         first = next(((a, b) for a, b in pairs if a.token_id != b.token_id), None)
         if first is None:
             continue
-        # Filters and noise hide which two were nearly equal; the distribution must be the same.
+        # Filters and noise hide which two tokens nearly tied; the distributions must be equal.
         num_different += 1
         tops = [dict(each.top) for each in first]
         shared = tops[0].keys() & tops[1].keys()
@@ -115,7 +115,8 @@ def test_tokens_are_those_without_speculation(
 
 @pytest.mark.parametrize("num_requests", [1, 40])
 def test_a_draft_model_drafts_what_it_says_alone(num_requests: int) -> None:
-    """Its KV is that of the accepted tokens, from prompts, hand-overs and drafts alike."""
+    """A draft model's KV is that of the accepted tokens, whether from prompts, hand-offs or drafts:
+    it drafts as if it ran alone."""
     made = {"device": "cuda", "dtype": "float32", "num_kv_blocks": 1600, "max_num_seqs": 100}
     config = EngineConfig(**made, speculative_config=speculation("draft_model"))
     local = LocalEngine.load(config, lambda line: None)
@@ -169,8 +170,9 @@ def test_a_head_drafts_what_it_does_on_a_cpu(
     attention: str,
     num_requests: int,
 ) -> None:
-    """With memory for all, then with preemptions; the tokens are those without it."""
-    monkeypatch.setattr(GpuStep, "device_s", None)  # its clock stands still too: all drafts pay
+    """A head drafts the same as on a CPU, with ample memory, then with preemptions; the tokens
+    equal those without a head."""
+    monkeypatch.setattr(GpuStep, "device_s", None)  # without measured times all drafts pay
     drafting = json.dumps(write(tmp_path) | {"num_speculative_tokens": MOST})
 
     def runner(device: str, speculative_config: str | None = drafting) -> ModelRunner:
@@ -193,7 +195,7 @@ def test_a_head_drafts_what_it_does_on_a_cpu(
     reference = HeadEngine(on_cpu, wanted, HEAD_BLOCKS, **limits)
     reference.run(asked)
     plain = HeadEngine(without, None, HEAD_BLOCKS, **limits).run(asked)
-    # A request has at most 100 tokens, 7 blocks.
+    # A request has at most 100 tokens, hence 7 blocks.
     for num_blocks in (HEAD_BLOCKS, 2 + max(8, 3 * num_requests)):
         drafts = HeadEngine(on_gpu, found, num_blocks, **limits)
         drafted = drafts.run(asked)

@@ -1,4 +1,4 @@
-"""Stages on several GPUs: the tokens of one GPU, with and without graphs, and memory divided."""
+"""Stages on several GPUs: the tokens of one GPU, with and without graphs, and divided memory."""
 
 from __future__ import annotations
 

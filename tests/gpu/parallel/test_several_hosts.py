@@ -1,7 +1,7 @@
 """Engines whose stages are on two hosts, here two nodes' parts on the loopback, with a GPU each:
 the tokens of one GPU, hand-offs from and to both stages, and the death of a rank.
 
-On CPUs (marked slow) the same runs to check the test itself.
+The same tests run on CPUs (marked slow), to check the tests themselves.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ NUM_GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.timeout(500)
 
 LOOPBACK = Wire("", "", "", "127.0.0.1", "127.0.0.1")
-START_S = 240.0  # of engines on GPUs that compile and capture
-# Steps with up to 512 tokens of prompts are in graphs, those with more are not.
+START_S = 240.0  # for engines on GPUs that compile and capture graphs
+# Steps with up to 512 prompt tokens run in graphs, larger ones do not.
 COMMON = (
     *("--dtype", "float32", "--max-num-seqs", "24", "--max-num-batched-tokens", "2048"),
     *("--mixed-graph-tokens", "256"),
 )
-# Pools by the memory that the largest step leaves, which differs between stages; or as told.
+# Pools sized by the memory that the largest step leaves, which differs between stages; or fixed.
 BY_MEMORY, AS_TOLD = ("--gpu-memory-utilization", "0.1"), ("--num-kv-blocks", "300")
 LENS = (1, 15, 33, 100, 255, 410, 450)
 MAX_TOKENS = 24
@@ -52,7 +52,7 @@ WAYS: list[dict[str, float]] = [{"temperature": 0.0}, {"temperature": 0.9, "top_
 
 @dataclass(frozen=True)
 class Case:
-    """Which engines are on two hosts and which on one, with how many ranks on each host."""
+    """Which engines are on two hosts and which on one, with the number of ranks on each host."""
 
     spread: tuple[str, ...]
     single: tuple[str, ...]
@@ -84,12 +84,12 @@ def on_each_device(cases: list[Case]) -> list[object]:
 def devices_of(device: str, size: int) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     if device == "cpu":
         return (("--device", "cpu"),) * 3
-    gpus = [str(gpu % NUM_GPUS) for gpu in range(2 * size)]  # two hosts may share what there is
+    gpus = [str(gpu % NUM_GPUS) for gpu in range(2 * size)]  # two hosts may share GPUs
     return ("--gpus", ",".join(gpus[:size])), ("--gpus", ",".join(gpus[size:])), ("--gpus", gpus[0])
 
 
 def expected(model_dir: Path, device: str, prompts: list[list[int]]) -> list[list[list[int]]]:
-    """By one process, on the first GPU."""
+    """The tokens of one process, on the first GPU."""
     config = EngineConfig(
         model=str(model_dir), device=device, dtype="float32", num_kv_blocks=400, max_num_seqs=24
     )

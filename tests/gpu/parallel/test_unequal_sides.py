@@ -1,5 +1,5 @@
 """Hand-offs on four GPUs between sides without a common GPU, as `nccl` requires: with unequal ranks
-and stages, and with experts that each rank has whole.
+and stages, and with whole experts on each rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXPERTS = {
     "moe_intermediate_size": 128,
 }
 ONE = (1, 1)
-Shape = tuple[int, int]  # stages, ranks of each
+Shape = tuple[int, int]  # stages, ranks of each stage
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Mixtures of experts on a GPU, in bf16 and with weights in FP8: every plan against float32.
 
-With activations in FP8 the reference quantises them, too; the remaining differences are values that
-the two round differently.
+With activations in FP8 the reference quantises them too; values that the two round differently
+remain.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def as_floats(weights: ExpertWeights, expert: int) -> torch.Tensor:
 
 
 def in_fp8(x: torch.Tensor) -> torch.Tensor:
-    """What is left of x in FP8, with a scale for each 128 of a row."""
+    """The values of x after quantisation to FP8, with one scale per 128 inputs of a row."""
     if not len(x):
         return x
     like = BlockScaled(torch.empty(1, x.shape[1]), torch.empty(0))
@@ -78,7 +78,7 @@ def in_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 def expected_of(x: torch.Tensor, mixture: Mixture, *, has_fp8_rows: bool = False) -> torch.Tensor:
-    """One expert after the other, in float32."""
+    """The reference in float32, one expert after the other."""
     rows = in_fp8(x) if has_fp8_rows else x.float()
     logits = router_logits(x, mixture.router).sum(0)
     exact = x.double() @ mixture.router.double().t()
@@ -146,8 +146,8 @@ def test_every_plan_in_fp8(sizes: tuple[int, int, int, int], num_tokens: int, by
     x = tokens_of(mixture, num_tokens)
     chosen = [choose_plan(sizes_of(mixture), 2**n, 2) for n in range(15)]
     expected = [expected_of(x, mixture, has_fp8_rows=kind) for kind in (False, True)]
-    # All plans of FP8 rows round alike, but not all as the reference: of one token up to 3e-2 and
-    # more, of many 7e-3. Quantising alone makes a difference of 4e-2.
+    # All plans with FP8 rows round alike, but not all like the reference: the error is up to 3e-2
+    # and more for one token, 7e-3 for many. Quantisation alone has an error of 4e-2.
     limits = (1e-2, 6e-2 if num_tokens < 16 else 2e-2)
     for plan in dict.fromkeys([*chosen, *FP8_PLANS]):
         if isinstance(plan, Few) and num_tokens > 33:
@@ -164,8 +164,9 @@ def test_every_plan_in_fp8(sizes: tuple[int, int, int, int], num_tokens: int, by
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("plan", [*FP8_PLANS[3:], choose_plan(Sizes(8, 2, 1, 1, "fp8"), 9999, 2)])
 def test_long_sums_in_fp8_keep_their_bits(by: str, plan: Tiles) -> None:
-    """Of 4096 numbers above 0. The matrix units add in 14 bits and cut off the rest: by a model of
-    that their own sums are 7e-2 too small, and those of 128 inputs 6e-4."""
+    """Sums of 4096 positive numbers stay precise, although tensor cores accumulate in 14 bits and
+    truncate the rest. By a model of that, full sums in them are 7e-2 too small, and those of 128
+    inputs 6e-4."""
     inner = 4096
     mixture = make_mixture(8, 2, 256, inner)
     made = [BY[by](matrix.abs()) for matrix in mixture.down.values]
@@ -232,12 +233,13 @@ MODEL = {
     "moe_intermediate_size": 384,
     "intermediate_size": 512,
 }
-NEAR_TIE = 0.2  # of the spread of a position's logits: see test_gpu_fp8.py
+NEAR_TIE = 0.2  # relative to the spread of a position's logits: see test_gpu_fp8.py
 
 
 @pytest.mark.parametrize("name", ["block", "compressed, channel", "compressed, tensor", None])
 def test_tokens_of_an_engine_with_experts_in_fp8(tmp_path: Path, name: str | None) -> None:
-    """Of a checkpoint in FP8, or quantised as it is loaded."""
+    """Tokens nearly tie with the oracle's, for a checkpoint in FP8 and for weights quantised at
+    loading."""
     if name is None:
         theirs = write_checkpoint(tmp_path, seed=4, **MODEL)
     else:
@@ -259,7 +261,7 @@ def test_all_tokens_with_the_same_experts(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 64, 300])
 def test_a_graph_follows_the_routing_of_each_replay(num_tokens: int) -> None:
-    """And counts it, without what lies in the padding block."""
+    """Each replay routes and counts its own tokens, without those in the padding block."""
     mixture = make_mixture(*SIZES[0])
     whole = ExpertLoads(1, 128, 32, torch.device("cuda"))
     whole.slots = torch.arange(num_tokens, device="cuda") + 31
@@ -280,7 +282,8 @@ def test_a_graph_follows_the_routing_of_each_replay(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 600])
 def test_parts_of_ranks_add_up(num_tokens: int) -> None:
-    """Some experts whole, and some of each one's inner dimension."""
+    """Ranks' results sum to the whole if each has some whole experts, or a part of every expert's
+    inner dimension."""
     mixture = make_mixture(*SIZES[0])
     x = tokens_of(mixture, num_tokens)
     expected = expected_of(x, mixture)

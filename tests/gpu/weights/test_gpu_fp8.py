@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "vocab_size": 320}
-NEAR_TIE, NEAR_TIE_IN_FLOATS = 0.2, 0.01  # of the spread of a position's logits
+NEAR_TIE, NEAR_TIE_IN_FLOATS = 0.2, 0.01  # relative to the spread of a position's logits
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -73,7 +73,7 @@ def test_biases_and_norms_of_heads(tmp_path: Path) -> None:
 
 
 def test_sizes_that_are_no_multiples(tmp_path: Path) -> None:
-    """A hidden size that torch's product in FP8 does not take."""
+    """A hidden size that torch's FP8 GEMM does not support works."""
     sizes = SIZES | {"hidden_size": 200, "intermediate_size": 184}
     theirs = write_fp8_checkpoint(tmp_path, "compressed, channel", seed=4, **sizes)
     assert mean(gaps(engine_of(tmp_path), theirs)) < NEAR_TIE

@@ -37,8 +37,8 @@ pytestmark = [
 ]
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "vocab_size": 320}
-NEAR_TIE, NEAR_TIE_IN_FLOATS = 0.02, 0.01  # of the spread of a position's logits
-NEAR_TIE_OF_EXPERTS = 0.1  # rounding decides between experts that are nearly equally good
+NEAR_TIE, NEAR_TIE_IN_FLOATS = 0.02, 0.01  # relative to the spread of a position's logits
+NEAR_TIE_OF_EXPERTS = 0.1  # rounding decides between experts of nearly equal scores
 SHAPES = {
     "qkv": (6144, 4096),
     "out": (4096, 4096),
@@ -65,7 +65,7 @@ OF_A_ROW = [
 
 
 def rows_of(rows: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
-    """With room, which holds anything."""
+    """Random rows, padded to the kernels' row count with NaN."""
     x = empty_rows((rows, inputs), torch.empty(0, device="cuda", dtype=dtype))
     torch.as_strided(x, (room_of(rows), inputs), x.stride()).fill_(torch.nan)
     return x.normal_()
@@ -83,7 +83,7 @@ def weight_of(outputs: int, inputs: int, group_size: int = 128) -> Int4Weight:
 def products(
     x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64: the product, and what its halves gate."""
+    """In float64: the product, and SiLU(gate) * up of its halves."""
     product = x.double() @ weight.dequantised(torch.float64).t()
     if bias is not None:
         product += bias.double()
@@ -108,7 +108,7 @@ def test_products_of_an_8b_model(name: str, rows: int, dtype: torch.dtype) -> No
     if rows == 1:
         ways |= set(OF_A_ROW)
     for way in ways:
-        for _ in range(3):  # what adds up shares of the inputs leaves nothing behind
+        for _ in range(3):  # partial sums must leave no state behind
             found = multiply_by(way, x, weight, None).double()
             difference = (found - expected).norm() / expected.norm()
             assert difference < 4e-3, f"{way}: {difference:.1e}"
@@ -118,7 +118,8 @@ def test_products_of_an_8b_model(name: str, rows: int, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("count", [3, 4])
 def test_stages_are_kept_until_they_were_read(count: int) -> None:
-    """Of few stages in programs that fill the multiprocessors, each is filled anew at once."""
+    """With few stages, in programs that fill the multiprocessors, no stage is refilled before it
+    was read."""
     torch.manual_seed(0)
     weight, x = weight_of(4096, 14_336), rows_of(17, 14_336, torch.bfloat16)
     way = Int4Stages(64, 8, 1, count, 2)
@@ -132,7 +133,8 @@ def test_stages_are_kept_until_they_were_read(count: int) -> None:
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 31, 33, 64])
 @pytest.mark.parametrize("way", STREAMED, ids=str)
 def test_streamed_products(way: Int4Stages, rows: int, has_bias: bool, dtype: torch.dtype) -> None:
-    """Gated and not, of outputs that fill no tile, and of chunks that fill no stage."""
+    """Products are right, gated and not, with outputs that do not fill a tile, and chunks that do
+    not fill a stage."""
     torch.manual_seed(0)
     outputs, inputs = 1000, 128 * 9
     weight, x = weight_of(outputs, inputs), rows_of(rows, inputs, dtype).div_(30)
@@ -146,7 +148,7 @@ def test_streamed_products(way: Int4Stages, rows: int, has_bias: bool, dtype: to
             assert difference < (1e-2 if is_gated else 4e-3), f"gated {is_gated}: {difference:.1e}"
     assert not weight.turns.any()
     few = rows_of(max(1, rows - 1), inputs, dtype).copy_(x[: max(1, rows - 1)])
-    if room_of(len(few)) == room_of(rows):  # a row's do not depend on the others
+    if room_of(len(few)) == room_of(rows):  # a row does not depend on others
         whole = multiply_by(way, x, weight, bias)
         assert torch.equal(multiply_by(way, few, weight, bias), whole[: len(few)])
 
@@ -155,11 +157,12 @@ def test_streamed_products(way: Int4Stages, rows: int, has_bias: bool, dtype: to
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("way", OF_A_ROW, ids=str)
 def test_products_of_a_row(way: Int4Row, has_bias: bool, dtype: torch.dtype) -> None:
-    """Gated and not, of outputs that fill no tile, shares that stages do not fill, and numbers of
-    very different sizes: what a vector's parts leave out is less than what rounding does."""
+    """Products are right, gated and not, with outputs that do not fill a tile, shares that do not
+    fill stages, and inputs of very different sizes: splitting the vector into parts loses less than
+    rounding does."""
     torch.manual_seed(0)
     outputs = 1000
-    large = 9 if dtype == torch.bfloat16 else 2  # sums below the largest of float16
+    large = 9 if dtype == torch.bfloat16 else 2  # sums stay below float16's maximum
     for num_chunks, exponent in ((2, 0), (10, large), (28, -7), (32, -12)):
         inputs = 128 * num_chunks
         weight, x = weight_of(outputs, inputs), rows_of(1, inputs, dtype).mul_(2.0**exponent)
@@ -167,20 +170,21 @@ def test_products_of_a_row(way: Int4Row, has_bias: bool, dtype: torch.dtype) -> 
         bias = torch.randn(outputs, device="cuda", dtype=dtype) if has_bias else None
         expected, gated = products(x, weight, bias)
         first = {}
-        for _ in range(50):  # programs do not wait for each other: each time the same
+        for _ in range(50):  # programs do not wait for each other: results must repeat
             for is_gated, of in ((False, expected), (True, gated)):
                 found = multiply_by(way, x, weight, bias, is_gated=is_gated)
                 again = first.setdefault(is_gated, found)
                 assert torch.equal(again.view(torch.int16), found.view(torch.int16))
                 if of.abs().max() > torch.finfo(dtype).max or (is_gated and exponent < -7):
-                    continue  # too large, or products so small that float16 has few bits of them
+                    continue  # overflow, or products so small that float16 has few bits
                 difference = (found.double() - of).norm() / of.norm()
                 assert difference < (1e-2 if is_gated else 4e-3), f"{num_chunks}: {difference:.1e}"
 
 
 @pytest.mark.parametrize("way", OF_A_ROW, ids=str)
 def test_a_row_of_one_sign(way: Int4Row) -> None:
-    """The numbers' zero takes most of each group's sum away, of which 14 bits are kept."""
+    """Inputs of one sign stay precise, although the weights' zero cancels most of each group's sum,
+    of which 14 bits are kept."""
     torch.manual_seed(0)
     weight, x = weight_of(1024, 4096), rows_of(1, 4096, torch.bfloat16).abs_()
     expected = x.double() @ weight.dequantised(torch.float64).t()
@@ -200,7 +204,7 @@ def test_a_row_that_is_no_number_is_seen(broken: float) -> None:
     "way", [Int4Tiling(64, 8, 6), Int4Tiling(128, 4, 4, 8), *STREAMED, Dequantised()], ids=str
 )
 def test_products_replay_in_a_graph(way: Way) -> None:
-    """One behind the other, with weights and without memory of their own, to the same bits."""
+    """GEMMs in sequence, with weights and without workspaces of their own, give the same bits."""
     torch.manual_seed(0)
     weights = [weight_of(4096, 4096) for _ in range(4)]
     x = rows_of(16, 4096, torch.bfloat16).div_(300)
@@ -256,7 +260,8 @@ def test_quantised_at_load_as_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_biases_and_sizes_that_are_no_multiples(tmp_path: Path) -> None:
-    """Outputs that fill no tile, and inputs that no kernel's layout has, which become floats."""
+    """Models work with outputs that do not fill a tile, and with inputs that no kernel's layout
+    supports, whose weights are dequantised."""
     sizes = SIZES | {"head_dim": 64, "num_key_value_heads": 1, "intermediate_size": 160}
     variant = {"architecture": "Qwen2ForCausalLM", "has_varied_vectors": True}
     name = "compressed, zeros"
@@ -302,7 +307,7 @@ def make_mixture(sizes: tuple[int, int, int, int], dtype: torch.dtype, group_siz
 
 
 def expected_of(x: torch.Tensor, mixture: Mixture) -> torch.Tensor:
-    """One expert after the other, in float32."""
+    """The reference in float32, one expert after the other."""
     weights, chosen = choose_experts(router_logits(x, mixture.router).sum(0), mixture)
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in range(mixture.num_local):
@@ -320,7 +325,8 @@ def expected_of(x: torch.Tensor, mixture: Mixture) -> torch.Tensor:
 @pytest.mark.parametrize("group_size", [128, 32])
 @pytest.mark.parametrize("sizes", EXPERTS, ids=str)
 def test_experts(sizes: tuple[int, int, int, int], group_size: int, dtype: torch.dtype) -> None:
-    """By every plan, with few rows and with many; whole, and of ranks that have some experts."""
+    """Every plan is right, with few rows and with many, for all experts and for ranks that have
+    some of them."""
     torch.manual_seed(0)
     mixture = make_mixture(sizes, dtype, group_size)
     chosen = [choose_plan(sizes_of(mixture), 2**n, 2) for n in range(15)]

@@ -39,7 +39,7 @@ async def test_a_gateway_is_measured_until_the_end_or_ctrl_c(tmp_path: Path) -> 
             found = json.loads(result.read_text())
             assert (found["model"], found["num_completed"]) == ("demo", 12)
             assert (found["num_output_tokens"], found["tokens_counted_by"]) == (12 * 8, "usage")
-            assert found["num_prompt_tokens"] > 12 * 20  # words of several bytes, which are tokens
+            assert found["num_prompt_tokens"] > 12 * 20  # words of several bytes, each a token
             assert found["slo_attainment"]["all"] == 1 and "<svg" in page.read_text()
             assert b"12 completed, 0 failed" in out
 

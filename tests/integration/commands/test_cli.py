@@ -41,7 +41,7 @@ def system() -> Iterator[Running]:
 
 
 class Terminal:
-    """`baton chat` on a pseudo-terminal: what a person types and sees."""
+    """`baton chat` on a pseudo-terminal: input as typed, output as displayed."""
 
     def __init__(self, *arguments: str) -> None:
         self._fd, child = pty.openpty()
@@ -52,7 +52,7 @@ class Terminal:
             stderr=child,
             env=os.environ | {"PYTHONSAFEPATH": "1", "TERM": "dumb"},
             start_new_session=True,
-            preexec_fn=_take_terminal,  # so that ^C makes a signal
+            preexec_fn=_take_terminal,  # ^C sends a signal
         )
         os.close(child)
         self.seen = ""
@@ -61,7 +61,7 @@ class Terminal:
         os.write(self._fd, text.encode())
 
     def expect(self, pattern: str, timeout_s: float = 20.0) -> str:
-        """Read until `pattern` has come behind what was expected before; returns what it took."""
+        """Read until `pattern` follows what was expected before; returns the text read."""
         deadline_s = time.monotonic() + timeout_s
         while not (match := re.search(pattern, self.seen)):
             assert time.monotonic() < deadline_s, f"no {pattern!r} in {self.seen!r}"
@@ -102,7 +102,7 @@ def test_chat_on_a_terminal(system: Running) -> None:
     shell.expect("import os")
     time.sleep(0.3)
     shell.type("\x03")
-    shell.expect(r"\[cancelled\](.*\n)+> $")  # an end of file means nothing before the prompt
+    shell.expect(r"\[cancelled\](.*\n)+> $")  # EOF is ignored before the prompt
     shell.type("\x04")
     assert shell.close() == 0
 
@@ -196,7 +196,7 @@ def test_fsck_finds_an_entry_that_nobody_stands_behind(system: Running) -> None:
         await directory.announce(GHOST, 60.0)
         await directory.close()
 
-    def remove() -> None:  # a goodbye would be an entry too
+    def remove() -> None:  # a clean exit would add an entry too
         with redis.Redis.from_url(cluster.redis_url) as client:
             client.delete(f"baton:{cluster.cluster}:member:{GHOST.incarnation}")
 

@@ -15,7 +15,7 @@ from baton.bench.goodput.__main__ import main, write_model
 
 pytestmark = pytest.mark.slow
 
-# A server of completions that sends a token each 5 ms, started as vLLM is.
+# A completions server that sends one token every 5 ms, started like vLLM.
 _PEER = """
 import asyncio, json, sys
 from aiohttp import web
@@ -45,7 +45,7 @@ web.run_app(app, port=int(arguments[arguments.index("--port") + 1]), print=None)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A shape that a CPU computes, with its tokenizer of words."""
+    """A model small enough for a CPU, with its tokenizer of words."""
     folder = tmp_path_factory.mktemp("tiny")
     write_model(Shape("tiny", 2, 32, 4, 2, 8, 64, 300), folder)
     return folder

@@ -1,4 +1,4 @@
-"""The load driver on engines without a gateway: it counts every token."""
+"""The load driver on engines without a gateway counts every token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`baton run-batch` as a process: responses of a server, kills in the middle, exit codes."""
+"""`baton run-batch` as a process: responses of a server, kills while it runs, exit codes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def lines_of(path: Path) -> list[bytes]:
 
 
 def cut_off(path: Path) -> bytes:
-    """Leave half a result, as a kill within a write does; returns what is whole."""
+    """Append half a result, as a kill during a write does; returns the complete part."""
     with path.open("ab") as file:
         file.write(b'{"id": "batch_req_')
     data = path.read_bytes()
@@ -92,7 +92,7 @@ Answer: TypeAlias = Callable[[web.Request], Awaitable[web.Response]]
 
 @asynccontextmanager
 async def deployment(answer: Answer) -> AsyncIterator[str]:
-    """The URL of one whose completions are answered like that."""
+    """The URL of a server whose completions are handled by `answer`."""
     app = web.Application()
     app.router.add_post("/v1/completions", answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -118,15 +118,16 @@ async def run_against(url: str, requests: Path, results: Path) -> tuple[int, str
 
 
 async def test_a_run_that_was_ended_goes_on(requests: Path) -> None:
-    """Killed, interrupted, terminated, one after the other; no line is done twice. A deployment
-    answers: such a run starts in a moment. With an engine of its own: below."""
+    """A run that is killed, interrupted and terminated in turn resumes without repeating a line. It
+    uses a deployment, so that each run starts quickly; a run with its own engine is tested
+    below."""
     results = requests.with_name("out.jsonl")
     seen: list[str] = []
     may_answer = asyncio.Event()
 
     async def answer(request: web.Request) -> web.Response:
         seen.append((await request.json())["prompt"])
-        if len(seen) in (10, 20, 30):  # the run ends here, with lines in work
+        if len(seen) in (10, 20, 30):  # end the run here, with lines in progress
             may_answer.clear()
         await may_answer.wait()
         return web.json_response({"id": "x", "prompt": seen[-1]})
@@ -158,7 +159,7 @@ def test_a_run_with_an_engine_of_its_own_goes_on(
     requests: Path, expected: dict[str, str], number: signal.Signals
 ) -> None:
     results = requests.with_name("out.jsonl")
-    with requests.with_name("log").open("wb") as log:  # a pipe that nobody reads holds it up
+    with requests.with_name("log").open("wb") as log:  # an unread pipe would block it
         process = subprocess.Popen(command(requests, results), stderr=log)
     while len(lines_of(results)) < 6:
         assert process.poll() is None
@@ -203,7 +204,7 @@ def test_bad_lines_are_errors_and_the_exit_code_tells(tmp_path: Path) -> None:
 
 
 async def test_a_deployment_that_is_busy_is_asked_again(requests: Path) -> None:
-    """By its URL, with a key; one that is gone ends the run."""
+    """A run retries while a deployment, given by URL and key, is busy, and ends if it is gone."""
     results = requests.with_name("out.jsonl")
     seen: list[str] = []
 
@@ -218,7 +219,7 @@ async def test_a_deployment_that_is_busy_is_asked_again(requests: Path) -> None:
 
     async with deployment(answer) as url:
         code, errors = await run_against(url, requests, results)
-    assert code == 1 and "error: no answer of http://" in errors
+    assert code == 1 and "error: no answer from http://" in errors
     assert set(seen) == {"Bearer secret"}
     found = results_of(results)
     assert 20 - len(BUSY) - 4 <= len(found) <= 20 - len(BUSY)

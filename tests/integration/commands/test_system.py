@@ -65,12 +65,12 @@ def test_wrong_requests_get_a_typed_error_at_once(
 def test_a_client_that_leaves_frees_its_blocks(
     system: Running, prompt_length: int, num_chunks: int
 ) -> None:
-    """Before, in and after the hand-off: both nodes are idle again at once."""
+    """A disconnect before, during or after the hand-off leaves both nodes idle at once."""
     with Client(system.address) as client:
         prompt = [7 + num_chunks, *range(100, 99 + prompt_length)]
         stream = client.generate(prompt_token_ids=prompt, max_tokens=200, ignore_eos=True)
         if num_chunks == 0:
-            time.sleep(0.02)  # somewhere in prefill
+            time.sleep(0.02)  # during the prefill
         for _ in range(num_chunks):
             next(stream)
         stream.close()
@@ -120,7 +120,7 @@ UP = ["up", "--device", "cpu", "--grpc-port", "0", "--http-port", "0", "--cpu-kv
     "after_s", [BEFORE_IT_RUNS_S, 0.8, pytest.param(2.0, marks=pytest.mark.slow), None]
 )
 def test_ctrl_c_leaves_nothing_behind(after_s: float | None) -> None:
-    """At once, in the middle of start-up, or once it runs."""
+    """Ctrl-C at once, during start-up, or while serving leaves no process."""
     process = start(*UP)
     assert process.stdout is not None
     if after_s is None:
@@ -131,8 +131,7 @@ def test_ctrl_c_leaves_nothing_behind(after_s: float | None) -> None:
         time.sleep(after_s)
     process.send_signal(signal.SIGINT)
     if after_s == BEFORE_IT_RUNS_S:
-        # The interpreter itself is still starting: what it prints then is its own, and it may lose
-        # an interrupt.
+        # While the interpreter starts, it prints messages of its own and may lose an interrupt.
         try:
             process.communicate(timeout=5)
         except subprocess.TimeoutExpired:
@@ -161,7 +160,7 @@ def test_kill_9_of_the_parent_ends_everything() -> None:
 
 @pytest.mark.slow
 def test_demo_twice_in_a_row() -> None:
-    """Continuous integration runs it once, by `make demo`."""
+    """`make demo` can run twice in a row; CI covers one run."""
     for _ in range(2):
         process = start("demo", "--max-tokens", "8")
         output, _ = process.communicate(timeout=60)
@@ -181,7 +180,8 @@ def test_demo_twice_in_a_row() -> None:
     ],
 )
 def test_a_node_that_cannot_start_says_why(arguments: list[str], words: str) -> None:
-    """More of it in test_node_pair.py and test_tensor_parallel.py."""
+    """The reason of a failed start is printed. See also test_node_pair.py and
+    test_tensor_parallel.py."""
     launch = str(Path(sys.executable).parent / "launch_prefill")
     began_s = time.monotonic()
     result = subprocess.run([launch, *arguments], capture_output=True, text=True, timeout=30)

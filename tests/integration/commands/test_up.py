@@ -27,7 +27,7 @@ from baton.core.errors import BatonError, StartupFailed
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment() -> AsyncIterator[Deployment]:
-    """For all tests here; each leaves it whole, but for the last of them."""
+    """The deployment shared by all tests here; all but the last leave it working."""
     engine = EngineConfig(model="demo", device="cpu", cpu_kv_bytes=32 << 20)
     gateway = GatewayConfig(grpc_port=0, http_port=0, model="demo", recovery_wait_s=30)
     up = UpConfig(mode="disaggregated", num_decode_nodes=2)
@@ -42,7 +42,7 @@ def kill(deployment: Deployment, name: str) -> int:
 
 
 async def says_hello(deployment: Deployment) -> bool:
-    """Ask until somebody answers."""
+    """Retry the request until it succeeds."""
     async with deployment.client() as client:
         while True:
             with contextlib.suppress(BatonError):
@@ -61,7 +61,7 @@ def pids_of(deployment: Deployment, name: str) -> list[int]:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_node_that_ends_is_started_again(deployment: Deployment) -> None:
-    """And what it streamed goes on at the other."""
+    """A node restarts after its end, and its streams continue on the other node."""
     keeping = asyncio.create_task(deployment.keep())
     async with asyncio.timeout(60), deployment.client() as client:
         generation = client.generate("def f(", max_tokens=400, temperature=0.0, ignore_eos=True)
@@ -80,14 +80,15 @@ async def test_a_node_that_ends_is_started_again(deployment: Deployment) -> None
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_redis_and_the_gateway_are_started_again_too(deployment: Deployment) -> None:
-    """A node that is new since Redis lost all is found, and its cache is; links stay meanwhile."""
+    """After Redis lost all data, a new node and its cached prefixes are found; links stay up
+    meanwhile."""
     keeping = asyncio.create_task(deployment.keep())
     redis = deployment._redis
     assert redis is not None
     async with asyncio.timeout(60):
         os.kill(redis.process.pid, signal.SIGKILL)
         pid = kill(deployment, "prefill-0")
-        assert await says_hello(deployment)  # by its engine, if that lives a moment longer
+        assert await says_hello(deployment)  # possibly by the old engine
         while pids_of(deployment, "prefill-0") in ([], [pid]):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await deployment.wait_linked()
@@ -114,7 +115,8 @@ async def test_redis_and_the_gateway_are_started_again_too(deployment: Deploymen
 async def test_a_node_that_lived_long_may_end_once_more(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without processes in test_cli_restarts.py. The last, as it leaves a node dead."""
+    """A node with a long uptime may fail once more; without processes in test_cli_restarts.py. The
+    last test, since it leaves a node dead."""
     deployment.max_ends = 1
     monkeypatch.setattr("baton.cli.deployment.child_group._WELL_S", 0.0)
     keeping = asyncio.create_task(deployment.keep())
@@ -133,7 +135,8 @@ async def test_a_node_that_lived_long_may_end_once_more(
 
 @pytest.mark.slow
 async def test_two_gateways_share_the_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment is for the flags of `baton up`: a gateway that read it would start more."""
+    """Two gateways share the ports. Environment variables set flags of `baton up` only: a gateway
+    that read them would start more gateways."""
     monkeypatch.setenv("BATON_NUM_GATEWAYS", "2")
     engine = EngineConfig(model="demo", device="cpu", cpu_kv_bytes=32 << 20)
     gateway = GatewayConfig(grpc_port=0, http_port=0, model="demo", num_gateways=2)
@@ -200,7 +203,7 @@ def test_a_signal_at_any_moment_of_the_start_leaves_nothing(
             stderr=subprocess.STDOUT,
             env=os.environ | {MARK: mark, "XDG_RUNTIME_DIR": folder, "PYTHONSAFEPATH": "1"},
         )
-        time.sleep(delay_s)  # any moment is as good
+        time.sleep(delay_s)  # a random moment
         process.send_signal(number)
         said, _ = process.communicate(timeout=30)
         assert b"Traceback" not in said, said.decode()

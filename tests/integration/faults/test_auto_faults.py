@@ -1,7 +1,8 @@
-"""Nodes are killed under requests of all plans: handed off, and whole on either kind of engine.
+"""Nodes are killed under requests of all plans: handed off, or served whole by either kind of
+engine.
 
-The plan of a request is random, so each node is killed once it decodes: what a prefill node decodes
-is a whole request.
+The plan of a request is random, so each node is killed once it decodes; a request that a prefill
+node decodes is served whole there.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ from baton.bench.floors.figures import commit, machine
 from baton.core.errors import Cancelled
 from baton.core.metrics import percentile
 
-STREAMS_A_SCENE = 44  # beside the victims
+STREAMS_A_SCENE = 44  # in addition to the victims
 LEAVERS_A_SCENE = 2
-POOL_BLOCKS = 600  # one node's are enough for all
+POOL_BLOCKS = 600  # one node's pool suffices for all
 MAX_GAP_P99_S = 2.0
 
 
@@ -51,7 +51,8 @@ def system(reference: Reference) -> Iterator[Cluster]:
 
 @dataclass
 class Tally:
-    """What happened so far. Samples are in seconds; a stream is hit if it was dispatched again."""
+    """Totals of the run. Samples are in seconds; a stream counts as hit if it was dispatched
+    again."""
 
     num_scenes: int = 0
     num_left: int = 0
@@ -65,7 +66,7 @@ class Tally:
         return self.num_left + sum(map(len, self.gap_s.values()))
 
     def add(self, scene: Scene, faults: list[str | None]) -> None:
-        """A scene whose checks have passed."""
+        """Count a scene whose checks have passed."""
         self.num_scenes += 1
         self.num_near_ties += scene.num_near_ties
         self.faults.update(fault or "missed its moment" for fault in faults)
@@ -85,7 +86,7 @@ class Tally:
             "streams": self.num_streams,
             "streams_hit": len(self.gap_s["hit"]),
             "streams_left_by_their_client": self.num_left,
-            "near_ties": self.num_near_ties,  # any other difference would have ended the run
+            "near_ties": self.num_near_ties,  # any other difference fails the run
             "kills": sum(n for what, n in self.faults.items() if what.endswith("killed")),
             "faults": dict(sorted(self.faults.items())),
             "ttft_s": {hit: _spread(samples) for hit, samples in self.ttft_s.items()},
@@ -100,7 +101,7 @@ def _spread(samples: list[float]) -> dict[str, float | None]:
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 async def test_sweep(system: Cluster, reference: Reference, pytestconfig: pytest.Config) -> None:
-    """No wrong, lost or doubled token in any stream, no block left in any pool; short gaps."""
+    """No stream has a wrong, lost or repeated token, no pool loses a block, and gaps are short."""
     num_streams, seed = (pytestconfig.getoption(f"--fault-{n}") for n in ("streams", "seed"))
     where, began_s = machine(), time.monotonic()
     chance, striker, tally = random.Random(seed), Striker(), Tally()
@@ -134,8 +135,8 @@ async def test_sweep(system: Cluster, reference: Reference, pytestconfig: pytest
 async def _play(
     scene: Scene, cards: list[Card], striker: Striker, chance: random.Random, *, engine_of: int
 ) -> list[str | None]:
-    """Streams of all lengths, clients that leave, and the cards. At most one engine dies alone:
-    a request that loses two is given up, since it may be what kills them."""
+    """Run streams of all lengths, clients that leave, and the cards. At most one engine dies alone:
+    a request that loses two engines is failed, since it may be what kills them."""
     for _ in range(STREAMS_A_SCENE):
         _ask(scene, chance)
     leaving = [

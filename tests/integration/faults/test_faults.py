@@ -1,6 +1,6 @@
 """The fault matrix: break a real cluster in every phase of a request, and check the outcome.
 
-One row, one fault. After any fault, its streams equal the single process's tokens or end with the
+One fault per row. After any fault, its streams equal the single process's tokens or end with the
 error that the row names, every ledger is idle and balanced, and no process, socket or descriptor is
 left (`faults.Scene.check`). The faults are in breakages, memory_faults, link_faults and
 network_faults; half of the nodes run under `python -O`. Parts of some rows need no process, and are
@@ -9,7 +9,7 @@ tested with their code:
     F11, F12 silence between two nodes   test_channel_silence, test_tcp_faults
     F16 a reset at any byte              test_tcp_faults
     F25 blocks rewritten under a pull    test_handoff_search, test_shm_transport
-    F26 what peers forge                 test_handoff_source, test_handoff_puller, test_handoff_wire
+    F26 messages forged by peers         test_handoff_source, test_handoff_puller, test_handoff_wire
     F27 every order of a few messages    test_handoff_search, test_gateway_session_faults
     F42 each differing field is named    test_handoff_states
 """
@@ -41,10 +41,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.fixture(scope="module")
 def system(reference: Reference) -> Iterator[Cluster]:
-    """Two nodes a role, and a second gateway that waits for no recovery."""
+    """Two nodes per role, and a second gateway that does not wait for recoveries."""
     names = ("gateway-0", "gateway-1", *do.PREFILLS, *do.DECODES)
     flags = {
-        "gateway_0": ("--recovery-wait-s", "30"),  # restarts compete with all else on this machine
+        "gateway_0": ("--recovery-wait-s", "30"),  # restarts share the CPU with all else
         "gateway_1": ("--recovery-wait-s", "0.3"),
         "node": ("--num-kv-blocks", "100"),
     }
@@ -57,9 +57,10 @@ def system(reference: Reference) -> Iterator[Cluster]:
 
 @dataclass(frozen=True)
 class Row:
-    """A fault, and what it does to the stream that it hits.
+    """A fault, and its effect on the affected stream.
 
-    `attempts`: how often that was dispatched. `found_within_s`: until the last dispatch.
+    `attempts`: allowed numbers of dispatches. `found_within_s`: from the fault to the last
+    dispatch.
     """
 
     id: str
@@ -89,14 +90,15 @@ ROWS = (
 )
 SLOW_ROWS = (
     Row("F28-decode", memory.outgrow_the_pool, ONCE),
-    Row("F6", do.kill_both_decodes, (2, 3), 30.0),  # 3: the other one's end was not heard yet
+    Row("F6", do.kill_both_decodes, (2, 3), 30.0),  # 3: the other engine's end was not known yet
     Row("F25", memory.ask_by_a_stale_index, ONCE),
     Row("F42", do.join_with_other_makes),
     Row("F11-F12-F16", network_faults.break_a_pair_in_every_way),
     Row("F27", link_faults.shuffle_messages),
     Row("F28-admission", memory.ask_for_more_than_fits, ONCE),
     Row("F5-constrained", do.kill_decode_of_a_constrained, AGAIN),
-    # The pool of a killed source stays mapped: a pull that was announced whole may still end well.
+    # A killed source's pool stays mapped: a pull of blocks that were all announced may still
+    # succeed.
     Row("F2-node-before-pull", partial(do.kill_prefill_before_the_pull, "node"), (1, 2)),
     Row("F4-node", partial(do.kill_decode_during_the_prefill, "node"), AGAIN),
     Row("F9-decode-0.2s", partial(do.pause_decode, 0.2, "node"), ONCE),
@@ -108,7 +110,7 @@ SLOW_ROWS = (
     Row("F5-node-last", partial(do.kill_decode_at_token, 22, "node", num_left=2), (1, 2)),
     Row("F9-decode", partial(do.pause_decode, 1.8, "node"), AGAIN, SOON_S),
     Row("F9-gateway-3s", partial(do.pause_gateway, 3.0), (1, 2), 5.0),
-    # Longer than an entry of the directory lives; and so long that the supervisor ends the engine.
+    # Longer than a directory entry's TTL; then so long that the supervisor ends the engine.
     Row("F9-decode-8s", partial(do.pause_decode, 8.0, "node"), AGAIN, SOON_S),
     Row("F9-prefill-engine-33s", partial(do.pause_prefill, 33.0, "engine"), AGAIN, SOON_S),
 )
@@ -139,7 +141,7 @@ async def test_fault(system: Cluster, reference: Reference, row: Row) -> None:
 async def test_a_mix_of_requests_while_nodes_are_killed(
     system: Cluster, reference: Reference
 ) -> None:
-    """Cancels among them: the GPU's run, small, on a CPU."""
+    """The GPU tests' mixed run, with cancels and at a smaller size, is right on a CPU."""
     asked = mixed_run.draw(NUM_MIXED, seed=1, max_prompt_tokens=120)
     kills = {12: "decode-0", 26: "prefill-0"}
     config = EngineConfig(model=str(reference.model_dir), load_format="dummy", device="cpu")
@@ -153,7 +155,7 @@ async def test_a_mix_of_requests_while_nodes_are_killed(
     assert outcome.ended["finished"] > 0.8 * NUM_MIXED
     assert outcome.ended["cancelled"] > 0
     assert outcome.ended["finished"] + outcome.ended["cancelled"] == NUM_MIXED
-    assert not outcome.near_ties  # one kind of CPU, one result
+    assert not outcome.near_ties  # the same kind of CPU gives the same results
 
 
 def test_the_reference_tells_a_near_tie_from_a_wrong_token(
@@ -168,7 +170,7 @@ def test_the_reference_tells_a_near_tie_from_a_wrong_token(
         assert reference.num_near_ties(stream, expected) == 0
         assert reference.margin(stream, 4) == 0.0
         candidates = (token for token in range(320) if token != expected[4])
-        for token in candidates:  # the first that top_p does not drop
+        for token in candidates:  # the first one that top_p keeps
             stream.tokens = [*expected[:4], token]
             if reference.margin(stream, 4) < 100:
                 break

@@ -31,7 +31,7 @@ PROMPT = "user: hi\nassistant:<think>\n"
 
 @dataclass
 class World:
-    """A gateway and its nodes, and the clients of both companies."""
+    """A gateway and its nodes, and clients of OpenAI and Anthropic."""
 
     gateway: ConversationGateway
     http: aiohttp.ClientSession
@@ -74,7 +74,7 @@ async def world(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[Wor
             yield World(gateway, http, of_openai)
 
 
-# --- chats that reason ----------------------------------------------------------------------------
+# --- chats with reasoning -------------------------------------------------------------------------
 
 
 async def chat(world: World, **more: Any) -> Any:
@@ -124,7 +124,7 @@ async def test_reasoning_is_given_back_to_the_template(world: World) -> None:
 
 
 async def test_a_last_message_is_continued(world: World) -> None:
-    """The answer is what is new, in a stream too; reasoning that has begun goes on."""
+    """The answer holds only the new text, in a stream too; reasoning that has begun continues."""
     world.writes(" four.")
     said = {"role": "assistant", "content": "It is"}
     more: dict[str, Any] = {
@@ -178,7 +178,8 @@ async def test_calls_come_behind_reasoning(world: World) -> None:
 async def test_a_forced_call_ends_the_reasoning_where_no_grammar_can_follow_it(
     world: World,
 ) -> None:
-    """The byte model's tags are several tokens."""
+    """A forced call ends the reasoning at once, as the byte model's tags are several tokens and no
+    grammar can follow them."""
     world.writes(' {"zone": "UTC"}}')
     tools = [{"type": "function", "function": TOOL}]
     answer = await chat(world, tools=tools, tool_choice="required")
@@ -192,19 +193,19 @@ async def test_a_forced_call_ends_the_reasoning_where_no_grammar_can_follow_it(
     assert error.value.param == "thinking_token_budget"
 
 
-# --- where the tags are tokens --------------------------------------------------------------------
+# --- models whose tags are tokens -----------------------------------------------------------------
 
 
 @dataclass
 class Tagged:
-    """The same with a model that begins its reasoning itself; `ids` of its tags."""
+    """A World whose model begins with reasoning by itself; `ids`: token ids of its tags."""
 
     gateway: ConversationGateway
     http: aiohttp.ClientSession
     ids: dict[str, int]
 
     def writes(self, *pieces: str) -> None:
-        """Tags, and texts."""
+        """Set the model's output, from tags and texts."""
         found = [[self.ids[one]] if one in self.ids else one.encode() for one in pieces]
         self.gateway.writes([token_id for piece in found for token_id in piece])
 
@@ -328,7 +329,7 @@ async def test_a_conversation_goes_on_by_its_id(world: World) -> None:
         'user: hi\nassistant: (why)  now{"zone": "UTC"}\ntool: noon\nassistant:<think>\n'
     )
     assert second.previous_response_id == first.id
-    for _ in range(2):  # from the same point as often as one likes
+    for _ in range(2):  # the same response can be continued repeatedly
         await respond(world, previous_response_id=second.id, input="Thanks")
         assert world.last_prompt.endswith(
             "tool: noon\nassistant: It is noon.\nuser: Thanks\nassistant:<think>\n"
@@ -352,7 +353,8 @@ async def test_a_conversation_goes_on_by_its_id(world: World) -> None:
 
 
 async def test_functions_of_a_namespace(world: World) -> None:
-    """The model knows one by both names; the client gets them apart, and sends them back so."""
+    """The model sees a joined name; the client receives namespace and name apart, and returns them
+    so."""
     space = {"type": "namespace", "name": "clock", "description": "x", "tools": [FLAT_TOOL]}
     world.writes(f"</think>{CALL.replace('now', 'clock__now')}")
     first = await respond(world, tools=[FLAT_TOOL, space])
@@ -387,7 +389,7 @@ async def test_a_kept_response_is_read_and_deleted(world: World) -> None:
         await world.openai.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         await respond(world, previous_response_id=first.id)
-    await respond(world, previous_response_id=second.id)  # it holds the whole conversation
+    await respond(world, previous_response_id=second.id)  # its id holds the whole conversation
     with pytest.raises(openai.BadRequestError):
         await world.openai.responses.retrieve(second.id, stream=True)
     unkept = await respond(world, store=False)
@@ -447,7 +449,7 @@ async def test_a_message(world: World, claude: Any) -> None:
     answer = await claude.messages.create(**ASKED, thinking={"type": "disabled"})
     assert [block.type for block in answer.content] == ["text"]
     budget = {"type": "enabled", "budget_tokens": 1024}
-    await claude.messages.create(**ASKED, thinking=budget)  # of many tokens' tags: not enforced
+    await claude.messages.create(**ASKED, thinking=budget)  # several tokens per tag: not enforced
 
 
 async def test_the_events_of_a_message(world: World, claude: Any) -> None:

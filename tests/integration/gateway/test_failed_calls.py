@@ -1,4 +1,4 @@
-"""The report of a gateway about a failed call: the nodes that computed it, and their progress."""
+"""The gateway's report of a failed call: the nodes that computed it, and their progress."""
 
 from __future__ import annotations
 

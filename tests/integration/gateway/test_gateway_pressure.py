@@ -40,7 +40,7 @@ async def gateway(redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[Ga
 
 
 async def read_all(http: aiohttp.ClientSession, max_tokens: int) -> str:
-    """A stream's text."""
+    """The text of a stream."""
     body = BODY | {"max_tokens": max_tokens}
     async with http.post("/v1/completions", json=body) as answer:
         events = (await answer.text()).split("\n\n")
@@ -50,7 +50,7 @@ async def read_all(http: aiohttp.ClientSession, max_tokens: int) -> str:
 
 
 def stalled(gateway: GatewayProcess) -> socket.socket:
-    """A client that asks for eight samples and reads none of them."""
+    """A client that requests eight samples and reads none of them."""
     host, _, port = gateway.base.removeprefix("http://").rpartition(":")
     plain = socket.socket()
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -95,7 +95,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(gateway: Gateway
     async with grpc.aio.insecure_channel(gateway.grpc) as channel:
         generate = inference_pb2_grpc.InferenceStub(channel).Generate  # type: ignore[no-untyped-call]
         assert [chunk async for chunk in generate(first, timeout=5)]
-        await asyncio.sleep(2 * HEARTBEAT_S)  # now it knows the cost
+        await asyncio.sleep(2 * HEARTBEAT_S)  # the gateway has the step cost by then
         running = [asyncio.create_task(generate(one, timeout=5).read()) for one in others]
         await asyncio.sleep(0.05)
         began_s = time.monotonic()
@@ -118,7 +118,7 @@ async def test_prompts_that_come_at_once_are_judged_one_by_one(
         gateway_process(redis_server.url, model_dir, "--max-queue-s", "2") as gateway,
         aiohttp.ClientSession(gateway.base) as http,
     ):
-        gateway.prefill.first_token_s = 0.2  # all are there before the first is answered
+        gateway.prefill.first_token_s = 0.2  # all arrive before the first response
         gateway.prefill.step_cost = linear_cost_message(0.0, 0.006)  # 1.2 s a prompt
 
         async def status(prompts: list[str]) -> int:
@@ -128,7 +128,7 @@ async def test_prompts_that_come_at_once_are_judged_one_by_one(
                 return answer.status
 
         assert await status(prompts[:1]) == 200
-        await asyncio.sleep(2 * HEARTBEAT_S)  # now it knows the cost
+        await asyncio.sleep(2 * HEARTBEAT_S)  # the gateway has the step cost by then
         assert await status(prompts[1:]) == 429
         assert len(gateway.prefill.dispatched) <= 1 + 3, "one of them has time enough"
 

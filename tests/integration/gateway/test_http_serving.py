@@ -1,4 +1,4 @@
-"""A real gateway over HTTP and a private Redis; the nodes have no engine behind them."""
+"""A real gateway over HTTP and a private Redis; the nodes have no engines."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CHAT_PROMPT = "user: hi\nassistant:"
 
 @dataclass
 class World:
-    """One gateway, one prefill and one decode node; a connection pool at its HTTP port."""
+    """One gateway, one prefill and one decode node; a connection pool for its HTTP port."""
 
     gateway: Gateway
     http: aiohttp.ClientSession
@@ -57,12 +57,12 @@ class World:
     decode: FakeNode
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
-        """Status, headers, parsed body."""
+        """Status, headers and parsed body."""
         async with self.http.post(path, json=body, headers=headers) as answer:
             return answer.status, answer.headers, json.loads(await answer.read())
 
     async def refusal(self, path: str, body: Any) -> tuple[int, str, str | None]:
-        """Status, code and param of an answer that is OpenAI's error object."""
+        """Status, code and param of a response that is an OpenAI error object."""
         status, _, answer = await self.post(path, body)
         assert set(answer) == {"error"}, answer
         error = answer["error"]
@@ -118,7 +118,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 def events_of(text: str) -> list[Any]:
-    """The JSON of each event; the last word is checked and left out."""
+    """The JSON of each event; the final [DONE] is checked and left out."""
     lines = text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
@@ -325,7 +325,7 @@ async def test_bad_calls(
     if not is_about_prompt:
         told = await world.refusal("/v1/chat/completions", CHAT | change)
         wanted = status, code, param
-        if code != "context_length_exceeded":  # the template makes the prompt longer
+        if code != "context_length_exceeded":  # the template lengthens the prompt
             assert told == wanted
     if param is None or status == 404 or set(change) & {"stream", "stream_options", "model"}:
         return
@@ -333,7 +333,7 @@ async def test_bad_calls(
 
 
 async def _same_over_grpc(world: World, change: dict[str, Any], code: str, param: str) -> None:
-    """The same logical request: the same verdict, where gRPC can say it."""
+    """The same request over gRPC gets the same verdict, where gRPC can express it."""
     params = {"max_tokens": 9} | change
     prompt = params.pop("prompt", PROMPT)
     if prompt is None or "response_format" in params:
@@ -366,7 +366,7 @@ async def test_bad_chats(world: World, change: dict[str, Any], code: str, param:
 
 
 async def raw(world: World, data: Any, **headers: str) -> tuple[int, str]:
-    """Status and code of a body that is sent as it is."""
+    """Status and code for a body that is sent verbatim."""
     given = {"Content-Type": "application/json"} | {
         k.replace("_", "-"): v for k, v in headers.items()
     }
@@ -488,7 +488,8 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_collector")
 async def test_what_a_call_had_is_free_once_it_has_ended(world: World) -> None:
-    """Not when the collector of garbage comes, which would stand still for all calls since."""
+    """A call's memory is freed by reference counts, not by the garbage collector, which would pause
+    for all calls since."""
     for _ in range(3):
         async with world.http.post("/v1/completions", json=PLAIN | {"stream": True}) as answer:
             await answer.read()
@@ -509,7 +510,8 @@ async def test_a_client_that_goes_away_frees_both_nodes(world: World, is_stream:
 
 
 async def test_a_reader_that_is_too_slow_is_cut_off(world: World) -> None:
-    """What it was sent before is whole; the stream's end says why, if it is ever read."""
+    """A reader that is too slow is disconnected. All events sent before are whole, and the stream's
+    last one gives the reason."""
     world.decode.num_blocks = 10_000
     with socket.socket() as plain:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -528,7 +530,8 @@ async def test_a_reader_that_is_too_slow_is_cut_off(world: World) -> None:
 
 
 async def test_a_reader_that_stops_keeps_its_place_until_its_deadline(world: World) -> None:
-    """Also where all of its tokens are there, so few that it is not too slow."""
+    """A reader that stops keeps its slot until its deadline, even if its tokens are complete, and
+    too few to count as slow."""
     world.decode.num_blocks, sessions = 10_000, world.gateway._sessions
     world.gateway._door._max_request_s = 1.0
     with socket.socket() as plain:
@@ -637,7 +640,7 @@ async def test_openapi_has_every_route_and_nothing_dangles(world: World) -> None
 
 
 async def test_what_is_listed_is_all_there_is(world: World) -> None:
-    """A route that appears must be meant: it is named here."""
+    """Every route that is served must be listed here."""
     paths = {
         route.resource.canonical
         for route in world.gateway._http._runner.app.router.routes()
@@ -653,7 +656,8 @@ async def test_what_is_listed_is_all_there_is(world: World) -> None:
 
 
 async def test_nodes_that_take_no_constraints_are_never_asked_to(world: World) -> None:
-    """Refused on both fronts, in words that say what is missing; all else is served."""
+    """Nodes that do not support constraints receive none: both fronts refuse them, naming what is
+    missing, and serve everything else."""
     bodies = (
         ("/v1/completions", PLAIN | {"guided_regex": "a+"}, "guided_regex"),
         ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}},

@@ -52,7 +52,7 @@ def lease(
 async def test_one_holder_and_the_next_has_a_higher_epoch(redis: RedisServer) -> None:
     a, b = lease(redis, "a", "one"), lease(redis, "b", "one")
     assert await a.take(0) == 1 and await b.take(0) is None
-    for _ in range(5):  # longer than it lasts, and each far shorter
+    for _ in range(5):  # longer than the TTL in total, each step far shorter
         await asyncio.sleep(TTL_S / 4)
         assert await a.take(0) == 1 and await b.take(0) is None, "renewed"
     await asyncio.sleep(TTL_S + 0.2)  # its holder died
@@ -90,7 +90,8 @@ async def test_an_epoch_is_above_all_that_engines_have_seen(redis: RedisServer) 
 async def test_two_holders_of_one_epoch_and_the_newer_is_followed_in_the_end(
     redis: RedisServer,
 ) -> None:
-    """Redis lost its data before the first had ordered anything."""
+    """If Redis loses its data before the first holder orders anything, two holders share an epoch,
+    and the newer one is followed in the end."""
     orders = PromiseOrders(FakeEngine())  # type: ignore[arg-type]
 
     def send(holder: str, epoch: int | None) -> bool:

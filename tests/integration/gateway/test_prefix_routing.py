@@ -52,7 +52,7 @@ MODEL = {
 
 @dataclass
 class World:
-    """Two prefill nodes, a decode node, a gateway, and a Redis that the tests maltreat."""
+    """Two prefill nodes, a decode node, a gateway, and a Redis that the tests wipe and kill."""
 
     system: Running
     redis: RedisServer
@@ -71,7 +71,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def prompt_of(group: int, member: int) -> list[int]:
-    """Prompts of one group share their first blocks, and those of two groups nothing."""
+    """Prompts of one group share their first blocks; those of two groups share none."""
     prefix, tail = random.Random(group), random.Random(f"{group} {member}")
     ids = [prefix.randrange(3, VOCAB_SIZE) for _ in range(PREFIX_TOKENS)]
     return ids + [tail.randrange(3, VOCAB_SIZE) for _ in range(7)]
@@ -85,7 +85,7 @@ async def generate(client: AsyncClient, group: int, member: int) -> Result:
 
 
 async def until_heard_by(server: RedisServer, num_listeners: int) -> None:
-    """Wait until so many are subscribed to what engines publish."""
+    """Wait until that many clients have subscribed to what engines publish."""
     channel = "baton:default:prefix"
     with redis.Redis.from_url(server.url) as admin:
         async with asyncio.timeout(20):
@@ -95,7 +95,7 @@ async def until_heard_by(server: RedisServer, num_listeners: int) -> None:
 
 @asynccontextmanager
 async def told(world: World, num_blocks: int) -> AsyncIterator[None]:
-    """At the end, wait until engines have published as many new blocks as `num_blocks`."""
+    """At the end, wait until engines have published at least `num_blocks` new blocks."""
     secret = ClusterSecret.of(world.system.deployment.cluster)
     link = RedisIndexLink(RedisClient(world.redis.url, "default", secret))
 
@@ -108,16 +108,16 @@ async def told(world: World, num_blocks: int) -> AsyncIterator[None]:
                 return
 
     listening = asyncio.create_task(listen())
-    await until_heard_by(world.redis, 2)  # the gateway, and us
+    await until_heard_by(world.redis, 2)  # the gateway and this test
     yield
     await asyncio.wait_for(listening, 20)
     await link._redis.close()
-    await asyncio.sleep(0.1)  # the gateway hears it when we do
+    await asyncio.sleep(0.1)  # the gateway receives it at the same time
 
 
 async def test_requests_go_where_their_prefix_is(world: World) -> None:
     async with AsyncClient(world.system.address) as client:
-        for attempt in range(5):  # a node that others keep from running takes none for a while
+        for attempt in range(5):  # a node that lacks CPU time gets no requests for a while
             groups = range(100 + 6 * attempt, 106 + 6 * attempt)
             async with told(world, len(groups) * PREFIX_TOKENS // BLOCK_SIZE):
                 firsts = await asyncio.gather(*(generate(client, g, 0) for g in groups))
@@ -130,13 +130,14 @@ async def test_requests_go_where_their_prefix_is(world: World) -> None:
         results = {key: await generate(client, *key) for key in others}
     num_home = sum(r.prefill_node == homes[group] for (group, _), r in results.items())
     num_hits = sum(r.cached_tokens == PREFIX_TOKENS for r in results.values())
-    # By chance half of them would come home: 27 or more of 30 in one try of a quarter million.
+    # Random routing would send half of them home: 27 or more of 30 once in a quarter million runs.
     assert num_home >= 27
     assert num_hits >= 27
 
 
 async def test_a_late_gateway_reads_pages_among_junk() -> None:
-    """The real adapter, both sides: a whole cache in several keys, and what else may lie there."""
+    """A late gateway reads a whole cache over several keys, among junk keys, with the real adapter
+    on both sides."""
     journal, mirror = CacheJournal("aa" * 16), PrefixMirror(SystemClock())
     journal.record([], [BlockHash(i.to_bytes(16, "little")) for i in range(1, 9001)])
     incarnation, prefix = journal.incarnation, "baton:default:prefix:"
@@ -197,7 +198,7 @@ async def test_redis_wiped_stopped_and_killed_changes_no_token(world: World) -> 
         again = await generate(client, 10, 9)
         assert again.cached_tokens == PREFIX_TOKENS, "the mirror outlives Redis"
         with redis_again(world.redis):
-            await asyncio.sleep(1.5)  # publishers come back within a second
+            await asyncio.sleep(1.5)  # publishers reconnect within a second
             async with told(world, PREFIX_TOKENS // BLOCK_SIZE):
                 first = await generate(client, 20, 0)
             second = await generate(client, 20, 1)
@@ -208,7 +209,7 @@ async def test_redis_wiped_stopped_and_killed_changes_no_token(world: World) -> 
 
 @contextmanager
 def redis_again(server: RedisServer) -> Iterator[None]:
-    """An empty Redis at the address of the one that was killed."""
+    """An empty Redis at the address of the killed one."""
     socket_path = server.folder / "redis.sock"
     socket_path.unlink(missing_ok=True)
     command = [find_redis_server(), "--port", "0", "--unixsocket", socket_path, "--save", ""]
@@ -221,7 +222,7 @@ def redis_again(server: RedisServer) -> Iterator[None]:
 
 
 async def test_messages_that_are_not_signed_with_our_secret_are_junk() -> None:
-    """Who can write to Redis, but does not know the secret, cannot tell gateways what is cached."""
+    """A writer to Redis without the secret cannot announce cached blocks to gateways."""
     incarnation = "aa" * 16
     forged = encode(Delta(incarnation, 1, (), (BlockHash(b"f" * 16),)))
     true = encode(Delta(incarnation, 1, (), (BlockHash(b"t" * 16),)))

@@ -49,7 +49,7 @@ class World:
 
     @asynccontextmanager
     async def http(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Each request has a connection of its own, and so a gateway by chance."""
+        """Each request has a new connection, which the kernel assigns to one of the gateways."""
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         timeout = aiohttp.ClientTimeout(20)
         async with aiohttp.ClientSession(
@@ -68,7 +68,7 @@ class World:
             return await asyncio.gather(*(one() for _ in range(count)))
 
     async def finished(self) -> dict[str, float]:
-        """Calls that finished, as each gateway's own address tells."""
+        """The number of finished calls by each gateway's own address."""
         found = {}
         async with self.http() as http:
             for name, url in self.gateway.alone.items():
@@ -83,7 +83,7 @@ class World:
         return children_of(self.gateway.pid)
 
     async def until_replaced(self, pid: int) -> None:
-        """Wait until that process is gone and another one is linked in its place."""
+        """Wait until that process is gone and its replacement is linked."""
         while pid in self.gateways() or len(self.gateways()) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await until_links(self.gateway.decode, 2)
@@ -106,14 +106,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[World]:
-    """For all tests that leave it whole."""
+    """The world for tests that leave it whole."""
     async with started(redis_server, model_dir) as world:
         yield world
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def ending(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[World]:
-    """To be ended by its test."""
+    """A world that the test ends."""
     async with started(redis_server, model_dir) as world:
         yield world
 
@@ -135,7 +135,7 @@ async def test_all_serve_and_each_has_an_address_of_its_own(world: World) -> Non
     assert [*finished] == [*before] == ["gateway-0", "gateway-1"]
     counts = [finished[name] - before[name] for name in finished]
     assert sum(counts) == NUM_CALLS + 1
-    assert min(counts) > 0  # one chance in 2^23 that the kernel deals otherwise
+    assert min(counts) > 0  # fails once in 2^23 by the kernel's choice
     async with world.http() as http:
         for url in world.gateway.alone.values():
             for path in ("/ready", "/dashboard"):
@@ -168,7 +168,7 @@ async def test_each_page_shows_the_calls_of_all(world: World) -> None:
 async def test_an_abort_ends_the_calls_of_its_connection_s_gateway(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gRPC client's calls and its abort take one connection, and so one gateway."""
+    """A gRPC client's calls and its abort use one connection, and so one gateway."""
     monkeypatch.setattr(world.gateway.decode, "token_s", 0.05)
     started = asyncio.Semaphore(0)
 
@@ -213,7 +213,7 @@ async def test_a_gateway_that_hangs_is_replaced_and_the_other_s_streams_go_on(
     started = asyncio.Semaphore(0)
 
     async def stream(http: aiohttp.ClientSession, url: str) -> bool:
-        """Whether it came to its end."""
+        """Whether the stream completed."""
         body = BODY | {"max_tokens": 40, "stream": True}
         async with http.post(f"{url}/v1/completions", json=body) as answer:
             await answer.content.readuntil(b"\n\n")
@@ -285,7 +285,7 @@ async def test_gateways_end_with_their_parent(ending: World) -> None:
 async def test_a_taken_port_is_said_at_once(
     redis_server: RedisServer, flags: tuple[str, ...]
 ) -> None:
-    """Even one whose owner would share it."""
+    """A port in use is reported at once, even if its owner would share it."""
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("127.0.0.1", 0))
@@ -313,7 +313,8 @@ async def _ends(redis_server: RedisServer, *flags: str) -> tuple[int | None, str
 async def test_gateways_that_were_started_one_by_one_share_a_port(
     redis_server: RedisServer, model_dir: Path
 ) -> None:
-    """Each has a further port of its own; one whose own port is taken says so."""
+    """Gateways started separately share a port by --reuse-port, and each has one of its own; a
+    gateway whose own port is taken reports it."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -1,6 +1,4 @@
-"""A real pair of nodes with a few calls: metrics, log lines and traces agree with the requests
-sent.
-"""
+"""A real pair of nodes with a few calls: metrics, log lines and traces match the requests sent."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ class Collector:
     url: str = ""
 
     def spans(self, trace_id: str) -> dict[tuple[str, str], Span]:
-        """A trace's spans that came, by service and name."""
+        """A trace's received spans, by service and name."""
         requests = [ExportTraceServiceRequest.FromString(body) for body in self.bodies]
         return {
             (value.value.string_value, span.name): span
@@ -80,13 +78,13 @@ def collector() -> Iterator[Collector]:
 
 @dataclass
 class System:
-    """A deployment and where its HTTP listens."""
+    """A deployment and its HTTP address."""
 
     running: Running
     url: str
 
     def metrics(self) -> dict[tuple[str, ...], float]:
-        """By name and the values of its labels, but for the model's."""
+        """Values by metric name and labels, without the model's label."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
             text = answer.read().decode()
         return {
@@ -115,7 +113,8 @@ def system(collector: Collector) -> Iterator[System]:
 
 @pytest.fixture(scope="module")
 def used(system: System) -> System:
-    """After NUM_CALLS calls of one prompt, one over HTTP with a trace, and one that is refused."""
+    """The system after NUM_CALLS calls of one prompt, one over HTTP with a trace, and a refused
+    call."""
     with Client(system.running.address) as client:
         for _ in range(NUM_CALLS):
             stream = client.generate(
@@ -170,7 +169,8 @@ def test_metrics_add_up(used: System) -> None:
 
 
 def test_stages_add_up_to_the_second_token(used: System) -> None:
-    """Of the calls whose pull ended behind the first token, that is; here, all."""
+    """Stages sum to the time of the second token for calls whose pull ended after the first, here
+    all."""
     found = used.metrics()
     stages = sum(v for k, v in found.items() if k[0] == "baton_request_stage_seconds_sum")
     first = found["baton_time_to_first_token_seconds_sum",]
@@ -189,7 +189,7 @@ def test_every_call_has_its_line(used: System) -> None:
 
 
 def test_a_trace_from_http_reaches_the_collector(used: System, collector: Collector) -> None:
-    """Its nodes' parts as services of their own, each within the part that it belongs to."""
+    """Nodes export their spans as services of their own, each within its parent span."""
     deadline_s = time.monotonic() + 10
     whole_key = ("baton-gateway", "text_completion demo")
     while whole_key not in (spans := collector.spans(TRACE_ID)):
@@ -209,7 +209,7 @@ def test_a_trace_from_http_reaches_the_collector(used: System, collector: Collec
         for service, name in children:
             span = spans[f"baton-{service}", name]
             assert span.parent_span_id == parent.span_id
-            # Stamps of one host: what is around a part was around it, to the delivery at the end.
+            # Stamps of one host: parents contain their children, up to the delivery at the end.
             assert parent.start_time_unix_nano <= span.start_time_unix_nano
             assert span.start_time_unix_nano <= span.end_time_unix_nano
             assert span.end_time_unix_nano <= parent.end_time_unix_nano, name

@@ -1,4 +1,4 @@
-"""vLLM's gRPC service behind API keys. Skipped where the extra `smg` is not installed."""
+"""vLLM's gRPC service with API keys. Skipped where the extra `smg` is not installed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OPEN_TO = {name: "reader" if name == "GetLoads" else "acme" for name in REQUESTS
 
 @dataclass
 class World:
-    """A gateway that asks for keys, and a stub of its service."""
+    """A gateway that requires keys, and a stub of its service."""
 
     stub: Any
     keys: dict[str, str]
@@ -61,7 +61,7 @@ class World:
         return [answer async for answer in call] if hasattr(call, "__aiter__") else [await call]
 
     async def error(self, method: str, key: str | None, request: Any = None) -> tuple[Any, Any]:
-        """The status and trailers of a call that is refused."""
+        """The status and trailers of a refused call."""
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await self.answers(method, key, request)
         return refused.value.code(), dict(refused.value.trailing_metadata() or ())
@@ -163,7 +163,7 @@ async def test_one_request_at_a_time(world: World) -> None:
 
 async def test_tokens_that_were_not_generated_are_given_back(world: World) -> None:
     world.decode.token_s = 0.005
-    for num_cancelled in (1, 2):  # each may take most of a minute's tokens
+    for num_cancelled in (1, 2):  # each may use most of a minute's token budget
         request = vllm.GenerateRequest(
             text=PROMPT, stream=True, sampling_params={"max_tokens": 200}
         )

@@ -1,6 +1,6 @@
-"""Which ranks may join an engine on several hosts, in any order; and which are refused, by name.
+"""Which ranks may join an engine on several hosts, in any order, and which are refused by name.
 
-Rank 0's end and the other hosts' are threads here.
+Rank 0 and the other hosts are threads here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Head:
 
 @pytest.fixture
 def config(tmp_path: Path) -> EngineConfig:
-    """Of three hosts with a stage each."""
+    """The config of an engine on three hosts, with a stage on each."""
     return EngineConfig(
         model=str(write_tiny_model(tmp_path)),
         load_format="dummy",
@@ -75,7 +75,7 @@ def join(
 
 
 def test_ranks_come_in_any_order(config: EngineConfig) -> None:
-    with pytest.raises(OSError):  # rank 0 is not there yet
+    with pytest.raises(OSError):  # rank 0 does not listen yet
         join(config, 2)
     head = Head(config)
     with join(config, 2), join(config, 1):
@@ -95,7 +95,8 @@ def test_a_rank_that_is_gone_makes_room(config: EngineConfig) -> None:
 
 
 def test_a_rank_comes_once(config: EngineConfig, head: Head) -> None:
-    with join(config, 1), pytest.raises(PermissionDenied, match="--node-rank: rank 1 has come"):
+    already = "--node-rank: rank 1 has already joined"
+    with join(config, 1), pytest.raises(PermissionDenied, match=already):
         join(config, 1)
 
 
@@ -141,12 +142,12 @@ def test_another_role_or_version_is_refused(
 
 
 def test_a_rank_of_the_first_host_is_refused(config: EngineConfig, head: Head) -> None:
-    with pytest.raises(PermissionDenied, match="rank 0 is none of another host"):
+    with pytest.raises(PermissionDenied, match="rank 0 does not belong to another host"):
         join(config, 0)
 
 
 def test_another_secret_is_refused(config: EngineConfig, head: Head) -> None:
-    with pytest.raises(NodeLost, match="within the handshake"):
+    with pytest.raises(NodeLost, match="during the handshake"):
         join(config, 1, key=ClusterSecret("another secret of the tests").dialing_key)
 
 
@@ -156,7 +157,7 @@ def test_who_proves_nothing_is_no_rank(config: EngineConfig, head: Head) -> None
         stranger.settimeout(5)
         try:
             heard = stranger.recv(100)
-        except ConnectionResetError:  # what it sent was not read
+        except ConnectionResetError:  # its data was not read
             heard = b""
         assert heard == b""
     assert not head.joined.done()

@@ -59,7 +59,7 @@ DUMMY = ("--load-format", "dummy", "--num-kv-blocks", str(BLOCKS))
 
 @dataclass
 class Cluster:
-    """`spread` engines' nodes by their roles, and the processes of their second hosts; the other
+    """`spread`: the engines' nodes by role, and the processes on their second hosts; the other
     nodes are on the first host."""
 
     nodes: dict[str, NodeProcess]
@@ -67,7 +67,7 @@ class Cluster:
     gateway: NodeProcess
 
     def said(self, name: str, text: str) -> Callable[[], bool]:
-        """Whether the node says it, from now on."""
+        """Whether the node prints the line, from this moment on."""
         lines = (self.nodes | self.hosts)[name].said
         seen = len(lines)
         return lambda: any(text in line for line in lines[seen:])
@@ -86,7 +86,7 @@ def running(
     more: tuple[str, ...] = DUMMY,
 ) -> Iterator[Cluster]:
     """Engines of these roles: over both hosts, with `size` ranks on each, and in one process.
-    `devices`: flags of either host's part and of the one process; `more`: of all nodes."""
+    `devices`: flags of either host's part and of the one process; `more`: flags of all nodes."""
 
     def secured(role: str) -> tuple[str, ...]:
         if certs is None:
@@ -150,7 +150,7 @@ async def generate(cluster: Cluster, prompt: list[int], max_tokens: int) -> list
 
 
 async def all_serve(cluster: Cluster, within_s: float = 60.0) -> None:
-    """All engines, and each decode engine is linked to each prefill engine."""
+    """Wait until all engines serve, and each decode engine is linked to each prefill engine."""
     num_prefill = sum(name.startswith("prefill") for name in cluster.nodes)
     async with asyncio.timeout(within_s), AsyncClient(cluster.gateway.address) as client:
         while True:
@@ -166,7 +166,7 @@ async def all_serve(cluster: Cluster, within_s: float = 60.0) -> None:
 
 @pytest.fixture(scope="module")
 def spread(wire: Wire, model_dir: Path) -> Iterator[Cluster]:
-    """Of each role an engine on two hosts, and one that is one process."""
+    """For each role one engine on two hosts, and one in one process."""
     roles = ("prefill", "decode")
     with running(wire, model_dir, spread=roles, single=roles) as cluster:
         yield cluster
@@ -199,8 +199,8 @@ def cut_wire(cluster: Cluster, wire: Wire) -> contextlib.AbstractContextManager[
     ("fault", "reason"),
     [
         pytest.param(end_rank, "ended", marks=pytest.mark.slow),
-        pytest.param(stop_rank, "says nothing for 1.2 s", marks=pytest.mark.slow),
-        (cut_wire, "says nothing for 1.2 s"),
+        pytest.param(stop_rank, "has sent nothing for 1.2 s", marks=pytest.mark.slow),
+        (cut_wire, "has sent nothing for 1.2 s"),
     ],
 )
 async def test_a_lost_host_ends_the_engine_and_requests_go_on_elsewhere(
@@ -221,7 +221,7 @@ async def test_a_lost_host_ends_the_engine_and_requests_go_on_elsewhere(
         await until(is_lost)
         assert time.monotonic() - began_s < NOTICED_S
         found = await asyncio.gather(*running)
-    await all_serve(spread)  # it is one engine again
+    await all_serve(spread)  # the engine is whole again
     wanted = expected(reference, prompts, 900)
     assert found == wanted
     assert await generate(spread, prompts[0], 12) == wanted[0][:12]

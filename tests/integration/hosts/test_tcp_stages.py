@@ -1,5 +1,5 @@
 """The connections between stages on several hosts, over the loopback: messages, their order, and
-the effect of a lost neighbour. The GPU is simulated: a stream that makes no progress by itself.
+the effect of a lost neighbour. The GPU is simulated by a stream that runs only on command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ WAIT_S = 20.0
 
 
 class PlayedStream:
-    """Does in order what it was given, when it is told to. `Event` is one of its events."""
+    """A stream that runs its work in order, when the test calls `run`. `Event` is an event on
+    it."""
 
     def __init__(self) -> None:
         self._given: list[Callable[[], object]] = []
@@ -53,7 +54,7 @@ class PlayedStream:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> PlayedStream:
-    """On which copies are that are not to be waited for."""
+    """The simulated stream that runs non-blocking copies."""
     stream, copy, empty = PlayedStream(), torch.Tensor.copy_, torch.empty
 
     def launch(self: torch.Tensor, x: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -91,10 +92,10 @@ def close(stages: list[TcpStages]) -> None:
 
 
 def test_before_they_begin_numbers_and_broadcasts_pass(threads: ThreadPoolExecutor) -> None:
-    """And nothing else, so that a stage may be as far behind as it wants."""
+    """Before `begin` tensors are neither sent nor received, so that a stage may lag behind."""
     stages = connected(threads, 3)
     for stage in stages[:2]:
-        stage.send(torch.ones(1 << 22))  # more than the kernel holds
+        stage.send(torch.ones(1 << 22))  # more than the kernel buffers
     late = torch.ones(2)
     stages[1].receive(late)
     assert late.tolist() == [0.0, 0.0]
@@ -116,7 +117,7 @@ def test_a_stage_that_is_behind_gets_all_in_order(threads: ThreadPoolExecutor) -
     for stage in stages:
         stage.begin()
     for step in range(12):
-        first.send(torch.full((1 << 18,), step))  # 2 MiB: more than the kernel holds, together
+        first.send(torch.full((1 << 18,), step))  # 2 MiB: together more than the kernel buffers
     for step in range(12):
         found = torch.empty(1 << 18, dtype=torch.int64)
         second.receive(found)
@@ -127,8 +128,8 @@ def test_a_stage_that_is_behind_gets_all_in_order(threads: ThreadPoolExecutor) -
 def test_a_step_is_sent_as_its_place_in_the_stream_has_it(
     threads: ThreadPoolExecutor, stream: PlayedStream
 ) -> None:
-    """Though later steps, launched before it has been copied, overwrite the same memory; and nobody
-    waits for the device but the thread that sends."""
+    """A step's tensor is sent as of its place in the stream, although later steps, launched before
+    its copy, overwrite the memory; only the sending thread waits for the device."""
     first, second = stages = connected(threads, 2, is_on_gpu=True)
     for stage in stages:
         stage.begin()
@@ -141,7 +142,7 @@ def test_a_step_is_sent_as_its_place_in_the_stream_has_it(
         receiving.result(0.1)
     stream.run()
     receiving.result(WAIT_S)
-    for step in range(4):  # the host is steps ahead of this device too
+    for step in range(4):  # the host runs steps ahead of this device too
         stream.launch(lambda: seen.append(found.tolist()))
         if step < 3:
             second.receive(found)
@@ -175,7 +176,7 @@ def test_a_neighbour_that_is_lost_ends_the_start(threads: ThreadPoolExecutor) ->
     first, second = connected(threads, 2)
     waiting = threads.submit(first.least, 3)
     second.close()
-    with pytest.raises(StartupFailed, match="rank 0 does not reach its stages"):
+    with pytest.raises(StartupFailed, match="rank 0 cannot reach its stages"):
         waiting.result(WAIT_S)
     first.close()
 

@@ -1,5 +1,5 @@
-"""A gateway's connections to real engines, by unix sockets and TCP: messages and the ends of
-connections.
+"""A gateway's connections to real engines, by unix sockets and TCP: messages, and how connections
+end.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from baton.prefix_index.pages import decode_contents
 from baton.prefix_index.redis_link import RedisIndexLink
 
 PATIENCE_S = 10.0
-SILENCE_S = 1.2  # the gateway's
+SILENCE_S = 1.2  # the gateway's limit
 NOTICED_S = 1.5
-ELSEWHERE = "f" * 32  # the id of another host: whoever is told it dials by TCP
+ELSEWHERE = "f" * 32  # the id of another host: such an engine is dialled by TCP
 BOTH_WAYS = pytest.mark.parametrize("by_tcp", [False, True], ids=["unix", "tcp"])
 ONE_WAY = pytest.mark.parametrize(
     "by_tcp", [pytest.param(False, id="unix", marks=pytest.mark.slow), pytest.param(True, id="tcp")]
@@ -77,7 +77,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[
 
 @dataclass
 class Events:
-    """ConnectionEvents. `tokens` are a request's, which must come without gap or double."""
+    """ConnectionEvents. `tokens`: a request's tokens, which must come without gap or repetition."""
 
     load: ReportedLoad | None = None
     tokens: list[int] = field(default_factory=list)
@@ -126,7 +126,7 @@ class Linked:
     events: list[Events]
 
     def start(self, max_tokens: int = 8) -> None:
-        """Dispatch a request to both; only one at a time."""
+        """Dispatch a request to both engines; only one at a time."""
         for events, first_index in zip(self.events, (0, 1), strict=True):
             events.tokens, events.first_index, events.is_over = [], first_index, False
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
@@ -143,7 +143,7 @@ class Linked:
         return self.events[0].tokens + self.events[1].tokens
 
     def socket(self) -> socket.socket:
-        """The gateway's end of the connection to the decode engine."""
+        """The gateway's socket of the connection to the decode engine."""
         transport = self.engines[1]._stream.transport
         assert transport is not None
         found: socket.socket = transport.get_extra_info("socket")
@@ -154,7 +154,7 @@ class Linked:
 async def gateway(
     redis_url: str, *, by_tcp: bool = False, without: str = "", silence_s: float = SILENCE_S
 ) -> AsyncIterator[Linked]:
-    """`without`: an engine that has ended, as the directory will know soon."""
+    """A linked gateway. `without`: an ended engine that the directory may still list."""
 
     def are_all_there(seen: Sequence[Member]) -> bool:
         return {m.role for m in seen if m.incarnation != without} == {*Role}
@@ -191,7 +191,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 async def num_gateways(nodes: Sequence[NodeProcess]) -> list[int]:
-    """How many each node's engine is linked with."""
+    """The number of gateways linked with each node's engine."""
     return [len((await ledgers(node.address))[0]["links"]["gateway"]) for node in nodes]
 
 
@@ -237,7 +237,7 @@ async def test_a_channel_that_breaks_ends_its_link_and_no_other(
 async def test_a_gateway_that_stands_still_holds_up_nobody(
     nodes: list[NodeProcess], redis_url: str, by_tcp: bool
 ) -> None:
-    """It reads nothing; what it left unread is there when it goes on."""
+    """A gateway that stops reading delays no other; the unread data is there when it continues."""
     async with (
         gateway(redis_url) as other,
         gateway(redis_url, by_tcp=by_tcp, silence_s=60.0) as linked,
@@ -307,7 +307,7 @@ async def test_an_engine_that_is_killed_has_said_all_that_it_said(
         assert time.monotonic() - began_s < AT_ONCE_S
         ((reason, has_died),) = linked.events[1].lost_by
         assert has_died, reason
-        assert len(linked.events[1].tokens) > 5  # without a gap: Events looks at each
+        assert len(linked.events[1].tokens) > 5  # Events checks that there is no gap
         assert not linked.events[0].lost_by
         killed = linked.engines[1].member.incarnation
         async with asyncio.timeout(30):
@@ -321,8 +321,8 @@ async def test_an_engine_that_is_killed_has_said_all_that_it_said(
 async def test_a_supervisor_that_stops_alone_costs_its_engine_nothing(
     tmp_path: Path, redis_url: str
 ) -> None:
-    """Their socket holds some hundred heartbeats that nobody reads. What the engine has cached
-    meanwhile is in the ledger, and in the index, once the supervisor goes on."""
+    """A stopped supervisor does not disturb its engine, whose socket buffers some hundred unread
+    heartbeats. Blocks cached meanwhile are in the ledger and the index once it continues."""
     flags = ("--model", str(write_tiny_model(tmp_path)), "--load-format", "dummy")
     own = ("--heartbeat-s", "0.01", "--num-kv-blocks", "256", "--name", "alone")
     node = launch(Role.DECODE, redis_url, *flags, *own)

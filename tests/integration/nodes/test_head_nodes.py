@@ -26,11 +26,11 @@ from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
 
-Drafts = Callable[[Sequence[int], int], list[int]]  # of the formula, behind these tokens
+Drafts = Callable[[Sequence[int], int], list[int]]  # the formula's drafts after these tokens
 
 
 def eagle3(folder: Path) -> tuple[dict[str, Any], Drafts]:
-    """Of its heads of attention the second sees all positions alike, and adds much."""
+    """The second attention head weighs all positions alike, and has large weights."""
     model, head = write_target(folder), make_head()
     second = slice(DIM, 2 * DIM)
     head.q.weight[second] = 0
@@ -47,7 +47,7 @@ def mtp(folder: Path) -> tuple[dict[str, Any], Drafts]:
 
 
 def requests() -> list[Request]:
-    """Long prompts and short outputs: a head without their KV drafts otherwise."""
+    """Long prompts and short outputs: a head without the prompt's KV would draft differently."""
     draw = torch.Generator().manual_seed(5)
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     prompts = [torch.randint(3, 64, (100 + 8 * index,), generator=draw) for index in range(12)]
@@ -58,7 +58,8 @@ def requests() -> list[Request]:
 async def test_tokens_and_acceptance_behind_a_hand_off_are_those_of_one_engine(
     tmp_path: Path, write: Callable[[Path], tuple[dict[str, Any], Drafts]]
 ) -> None:
-    """How many drafts pay depends on the machine's pace; which are right does not."""
+    """Which drafts are right is the same after a hand-off; how many pay depends on the machine's
+    speed."""
     (drafting, drafts_of), asked = write(tmp_path), requests()
     config = EngineConfig(model=str(tmp_path), device="cpu", num_kv_blocks=300)
     alone = LocalEngine.load(config, print)
@@ -82,7 +83,7 @@ async def test_tokens_and_acceptance_behind_a_hand_off_are_those_of_one_engine(
             for node in pair:
                 node.end(signal.SIGKILL)
     accepted = {False: 0, True: 0}  # by whether the formula's draft is right there
-    alone_wrong = 0  # tokens that came alone where it is wrong: its draft was rejected, or not made
+    alone_wrong = 0  # single tokens where the formula's draft is wrong: rejected, or not made
     for request in asked:
         known = [*request.prompt_token_ids, expected[request.key][0]]
         for tokens in filter(None, heard[request.key].by_message.values()):

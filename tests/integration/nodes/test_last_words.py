@@ -32,7 +32,7 @@ NUM_ROUNDS = 30
 
 
 class DyingEngine:
-    """Ends each link after the gateway's 20th message, with more of them unread."""
+    """Ends each link after the gateway's 20th message, with further messages unread."""
 
     def __init__(self) -> None:
         self.incarnation = secrets.token_hex(16)
@@ -54,7 +54,7 @@ class DyingEngine:
         self.inbox.put(Link(Kind.GATEWAY, opening.dialer, channel))
 
     def _run(self) -> None:
-        """The loop, until None is put."""
+        """The event loop; ends when None is queued."""
         num_messages: Counter[str] = Counter()
         while True:
             for item in self.inbox.receive(math.inf):
@@ -78,7 +78,7 @@ class DyingEngine:
 
 
 class BusyGateway:
-    """Writes all the time, and notes how the connection ended."""
+    """Writes all the time, and records how the connection ended."""
 
     def __init__(self) -> None:
         self.lost_by: list[tuple[str, bool]] = []
@@ -117,7 +117,7 @@ def engine() -> Iterator[DyingEngine]:
 async def test_a_gateway_that_is_writing_hears_why_the_engine_died(
     engine: DyingEngine, by_tcp: bool
 ) -> None:
-    """A write that fails must not cost what came before it."""
+    """A failed write does not discard messages that were received before it."""
     address = f"127.0.0.1:{engine.listener.port}"
     host = "f" * 32 if by_tcp else host_id().hex()
     member = Member(

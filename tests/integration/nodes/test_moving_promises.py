@@ -45,12 +45,12 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @dataclass
 class Scene:
-    """`wanted`: how many engines are to promise nothing."""
+    """`wanted`: how many engines should make no promise."""
 
     system: Cluster
     gateways: list[Gateway] = field(default_factory=list)
     wanted: int = 0
-    results: list[tuple[float, Result]] = field(default_factory=list)  # with when it was sent
+    results: list[tuple[float, Result]] = field(default_factory=list)  # with the time of sending
     num_sent: Iterator[int] = field(default_factory=itertools.count)
 
     async def add_gateway(self) -> Gateway:
@@ -65,14 +65,14 @@ class Scene:
         return next((e for e in table.engines.values() if e.name == name), None)
 
     def promises(self, name: str, gateway: int = 0) -> bool | None:
-        """By the engine's last heartbeat."""
+        """Whether the engine promises, by its last heartbeat."""
         engine = self.engine(name, gateway)
         if engine is None:
             return None
         return not engine.load.is_promise_withdrawn
 
     def target_s(self, name: str) -> float | None:
-        """What its decodes are kept to, be it that it is withdrawn."""
+        """The TBT target of its decodes, even if the promise is withdrawn."""
         engine = self.engine(name)
         assert engine is not None
         return engine.load.tbt_target_s
@@ -95,7 +95,7 @@ class Scene:
 
     @asynccontextmanager
     async def load(self) -> AsyncIterator[None]:
-        """Streams one after the other, of which none may fail; the same prompt, the same tokens."""
+        """Streams in succession, none of which may fail; equal prompts give equal tokens."""
         is_over = asyncio.Event()
 
         async def stream(client: AsyncClient) -> None:
@@ -117,12 +117,12 @@ class Scene:
                 await asyncio.gather(*streams)
 
     def plans(self, since_s: float) -> Counter[tuple[str, str | None]]:
-        """Of what was sent since then and has finished."""
+        """The plans of requests that were sent since then and have finished."""
         sent = (result for sent_s, result in self.results if sent_s >= since_s)
         return Counter((one.prefill_node, one.decode_node) for one in sent)
 
     async def next_plans(self) -> set[tuple[str, str | None]]:
-        """Of as many requests as there are streams, at least, all sent from now on."""
+        """The plans of requests sent from this moment on, at least as many as there are streams."""
         now_s = time.monotonic()
         await until(lambda: self.plans(now_s).total() >= NUM_STREAMS, 20.0)
         return set(self.plans(now_s))
@@ -165,7 +165,8 @@ async def test_promises_move_under_requests_and_none_fails(scene: Scene) -> None
 
 @pytest.mark.slow
 async def test_another_gateway_takes_over_with_a_higher_epoch(scene: Scene) -> None:
-    """The one before stands still, then believes in its lease, and is refused."""
+    """The old leader pauses, then still assumes its lease; its order with the old epoch is
+    refused."""
     await scene.add_gateway()
     async with scene.load():
         await scene.move(1, TAKEN_OVER_S)
@@ -189,7 +190,7 @@ async def test_another_gateway_takes_over_with_a_higher_epoch(scene: Scene) -> N
 
 @dataclass
 class Believed:
-    """What a gateway takes its lease for."""
+    """A lease that returns the given epoch."""
 
     epoch: int | None
 

@@ -39,7 +39,7 @@ REGEX = "[a-z]{80}"
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two engines that do both, and refuse nothing."""
+    """Two engines that both prefill and decode, and refuse nothing."""
     model_dir = write_model(tmp_path_factory.mktemp("model"))
     with cluster(model_dir, *NAMES, node=("--tbt-target-ms", "2000")) as running:
         yield running
@@ -59,7 +59,7 @@ class Scene:
         return movable_by_engine(self.gateway._sessions, SystemClock().monotonic_s())
 
     def move_all(self) -> None:
-        """Whatever may move goes to the other engine."""
+        """Move every movable request to the other engine."""
         mover, table = self.gateway._mover, self.gateway._table
         assert mover is not None
         for source, sessions in self.movable().items():
@@ -142,7 +142,8 @@ def tokens_of(local: LocalEngine, prompt: tuple[int, ...], settings: dict[str, A
 
 
 async def test_a_stop_string_and_samples_of_one_prompt(scene: Scene) -> None:
-    """The one ends where it ends without moves; the others stay."""
+    """A stop string ends a moved request at the same token; several samples of one prompt do not
+    move."""
     prompt, seeded = tuple(range(9, 99)), SETTINGS["seeded"] | {"ignore_eos": True}
     still = await scene.generate(prompt, seeded)
     stop = still.text[30:33]

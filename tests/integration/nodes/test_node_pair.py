@@ -67,7 +67,8 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes(model_dir: Path, redis_url: str) -> Iterator[Nodes]:
-    """Both nodes, for all tests here. They end differently, and must leave nothing either way."""
+    """Both nodes, shared by all tests here; they are ended by different signals, and must leave
+    nothing."""
     flags = ("--model", str(model_dir), "--load-format", "dummy")
     flags += ("--num-kv-blocks", str(NUM_BLOCKS))
     pair = [launch(role, redis_url, *flags) for role in (Role.PREFILL, Role.DECODE)]
@@ -89,7 +90,7 @@ def nodes(model_dir: Path, redis_url: str) -> Iterator[Nodes]:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie has let go of everything; its new parent may take its time to bury it."""
+    """A zombie has released all resources; its new parent may reap it late."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -115,7 +116,7 @@ class Gateway:
     num_requests: int = 0
 
     def request(self, num_prompt_tokens: int, *, max_tokens: int = 8, **sampling: float) -> Request:
-        """A new request; its prompt shares no block with another's."""
+        """A new request; its prompt shares no block with another request's."""
         self.num_requests += 1
         start = 31 * self.num_requests + 7 * num_prompt_tokens
         prompt = tuple((start + i * i) % 256 for i in range(num_prompt_tokens))
@@ -132,7 +133,7 @@ class Gateway:
         key = request.key
         await self.decode.until(lambda: key in self.decode.heard and self.decode.heard[key].is_over)
         assert not self.decode.heard[key].error
-        # The two sessions have no order: what the source said first may be heard last.
+        # The two sessions are unordered: the source's message may arrive last.
         await self.prefill.until(
             lambda: key in self.prefill.heard and bool(self.prefill.heard[key].tokens)
         )
@@ -141,9 +142,9 @@ class Gateway:
 
 @asynccontextmanager
 async def connected(nodes: Nodes, *, without: str = "") -> AsyncIterator[Gateway]:
-    """Sessions to the engines of the moment, once they are linked.
+    """Sessions to the current engines, once they are linked.
 
-    `without`: an engine that has ended, as the directory will know soon.
+    `without`: an ended engine that the directory may still list.
     """
 
     def are_there(seen: Sequence[Member]) -> bool:
@@ -182,7 +183,7 @@ def reference(model_dir: Path) -> ModelRunner:
 
 
 def single_process_tokens(runner: ModelRunner, request: Request) -> list[int]:
-    """What one engine alone gives."""
+    """The tokens of one engine alone."""
     engine = Engine(
         make_parts(
             runner,
@@ -324,7 +325,7 @@ async def test_killed_engine_ends_its_streams_and_is_replaced(
         await stream.until(lambda: stream.ended is not None)
         assert isinstance(stream.ended, NodeLost)
         assert time.monotonic() - killed_s < AT_ONCE_S
-        if name == "decode":  # its source sees the loss of the link, with no lease to wait for
+        if name == "decode":  # its source detects the lost link, with no lease to wait for
             await wait_idle(nodes.prefill.address, timeout_s=SOON_S)
         async with asyncio.timeout(30):
             await become(True)
@@ -351,7 +352,8 @@ async def test_ledger_of_both_nodes_names_who_is_linked(gateway: Gateway, nodes:
 
 
 def test_start_failures_are_told_in_words(model_dir: Path, redis_url: str) -> None:
-    """Cause and hint on two lines, exit code 1; all at once, since each has to load torch."""
+    """A failed start prints an error without traceback and exits with 1; all cases run at once,
+    since each has to load torch."""
     dummy = ("--model", str(model_dir), "--load-format", "dummy")
     expected = {
         ("--host", "192.0.2.1", "--insecure-bind", *dummy): "cannot listen on 192.0.2.1:0",
@@ -367,7 +369,7 @@ def test_start_failures_are_told_in_words(model_dir: Path, redis_url: str) -> No
 
 @pytest.fixture
 def crowded(model_dir: Path, redis_url: str) -> Iterator[tuple[NodeProcess, int]]:
-    """A node with two engines, and the port that it was to have, which is taken."""
+    """A node with two engines, and the port it was configured with, which is taken."""
     flags = ("--model", str(model_dir), "--load-format", "dummy", "--num-engines", "2")
     flags += ("--num-kv-blocks", str(NUM_BLOCKS), "--name", "n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -383,7 +385,8 @@ def crowded(model_dir: Path, redis_url: str) -> Iterator[tuple[NodeProcess, int]
 def test_a_node_whose_port_is_taken_says_so_and_takes_another(
     crowded: tuple[NodeProcess, int],
 ) -> None:
-    """Whoever holds the port could not pass for the node; it is not to keep it away either."""
+    """A process on the node's port cannot impersonate it, and must not keep the node from
+    starting."""
     node, port = crowded
     assert not node.address.endswith(f":{port}")
     assert any(f"cannot listen on 127.0.0.1:{port}" in line for line in node.said)
@@ -392,8 +395,8 @@ def test_a_node_whose_port_is_taken_says_so_and_takes_another(
 async def test_sigterm_lets_what_runs_finish(
     crowded: tuple[NodeProcess, int], redis_url: str, reference: ModelRunner
 ) -> None:
-    """Of two engines each drains by itself, and then the node ends. All processes of the node get
-    the signal, as systemd and timeout(1) send it."""
+    """Each of two engines drains by itself, then the node ends. All processes of the node get the
+    signal, as systemd and timeout(1) send it."""
     node, _ = crowded
     found = await members(redis_url, lambda seen: sum(m.name[0] == "n" for m in seen) == 2)
     ours = [member for member in found if member.name in ("n.0", "n.1")]

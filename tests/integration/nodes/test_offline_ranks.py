@@ -25,7 +25,7 @@ with LLM(tp=2, device="cpu", cpu_kv_bytes=1 << 24) as llm:
 
 
 def marked(mark: str) -> list[int]:
-    """Processes with it in their environment."""
+    """Processes with the mark in their environment."""
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         try:

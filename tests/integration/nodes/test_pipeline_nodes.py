@@ -25,12 +25,12 @@ from baton.engine.local import LocalEngine
 pytestmark = pytest.mark.slow
 
 NUM_BLOCKS = 256
-Shape = tuple[int, int]  # stages, ranks of each
+Shape = tuple[int, int]  # stages, ranks of each stage
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five layers: no two stages have equally many."""
+    """A model of five layers, so that two stages differ in their number of layers."""
     folder = tmp_path_factory.mktemp("tiny")
     fields = TINY_MODEL | {"vocab_size": 253, "num_hidden_layers": 5}
     (folder / "config.json").write_text(json.dumps(fields))
@@ -95,7 +95,7 @@ async def test_unequal_sides_equal_one_process(
             outputs = pair.decode.heard[requests[1].key].outputs
             (transfer,) = [one.transfer for one in outputs if one.HasField("transfer")]
             assert transfer.transport == "shm"
-            # ceil(300 / 16) blocks, all of whose layers and heads lie somewhere once
+            # ceil(300 / 16) blocks; each layer and head is stored once
             assert transfer.bytes == 19 * reference.runner.kv.block_bytes
 
 

@@ -1,6 +1,7 @@
-"""Stages as processes give the tokens of one process, and their engine ends with any of them.
+"""Stages in separate processes give the tokens of one process, and their engine ends with any of
+them.
 
-All request features, on stages that are threads: tests/unit/engine/parallel.
+All request features, with stages as threads: tests/unit/engine/parallel.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def test_two_stages_equal_one_and_end_together(tmp_path: Path) -> None:
     engine = LocalEngine.load(dataclasses.replace(config, pipeline_parallel_size=2), print)
     assert engine.ranks is not None
     (process,) = engine.ranks.processes
-    os.kill(process.pid, signal.SIGTERM)  # meant for all: who leads them decides when they end
+    os.kill(process.pid, signal.SIGTERM)  # all get it; the leader decides when they end
     assert outputs_of(engine, requests) == expected
     endless = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
     engine.engine.add(Request("d" * 32, 0, (3, 4, 5), endless))

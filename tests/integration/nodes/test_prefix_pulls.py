@@ -1,5 +1,5 @@
-"""Engines of both roles as processes: each pulls cached prefixes from each, and computes what
-cannot be pulled.
+"""Engines of both roles as processes: each pulls cached prefixes from each other, and computes
+those that cannot be pulled.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Engines:
         return Request(os.urandom(16).hex(), 0, prompt, params, **options)
 
     async def run(self, name: str, request: Request) -> tuple[list[int], int]:
-        """Its tokens, and how many of its prompt were cached."""
+        """The request's tokens, and its number of cached prompt tokens."""
         to = self.sessions[name]
         await to.dispatch(request, None)
         await to.until(lambda: request.key in to.heard and to.heard[request.key].is_over)
@@ -193,7 +193,8 @@ async def test_another_tenant_s_prefix_does_not_come(
 async def test_a_source_that_hangs_or_is_killed_costs_no_attempt(
     engines: Engines, reference: ModelRunner
 ) -> None:
-    """Last here: an engine is gone afterwards."""
+    """A failed fetch costs no attempt: the prefix is computed. Last here, since it ends an
+    engine."""
     cold = engines.request(3000)
     expected = single_process_tokens(reference, cold)
     await engines.run("decode-1", cold)

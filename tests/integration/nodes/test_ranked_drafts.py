@@ -21,7 +21,7 @@ from baton.engine.scheduling.outputs import SpeculationCounts
 
 def with_draft_model(folder: Path) -> dict[str, Any]:
     write_target(folder)
-    return {"method": "draft_model", "model": str(folder)}  # the model itself: all is accepted
+    return {"method": "draft_model", "model": str(folder)}  # all drafts will be accepted
 
 
 @pytest.mark.parametrize("write", [with_draft_model, eagle3, mtp])

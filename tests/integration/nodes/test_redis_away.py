@@ -1,6 +1,6 @@
-"""Redis is killed, and so are engines: gateway and puller find the new engines at their nodes.
+"""Redis is killed, and so are engines: gateway and puller find the new engines through their nodes.
 
-One cluster for all tests, which run in the order of its life.
+One cluster for all tests, which run in this order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from baton.core.membership import Role
 from baton.proto.v1 import node_pb2, node_pb2_grpc
 
 NODES = ("prefill-0", "decode-0")
-FOUND_S = 10.0  # a second until a node is asked, and then links, on a busy machine
+FOUND_S = 10.0  # up to 1 s until a node is queried, then the links, on a busy machine
 PROMPT = "What is said goes on without a directory. " * 4
 
 
@@ -42,7 +42,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 async def answer(system: Cluster, within_s: float) -> tuple[int, ...]:
-    """Of a new request; asked again while there is no pair of engines."""
+    """The tokens of a new request; retried while there is no pair of engines."""
     async with asyncio.timeout(within_s), AsyncClient(system.processes["gateway-0"].address) as to:
         while True:
             with suppress(Unavailable):
@@ -52,7 +52,7 @@ async def answer(system: Cluster, within_s: float) -> tuple[int, ...]:
 
 
 async def kill_engines(system: Cluster, *names: str) -> None:
-    """And wait until the nodes have started new ones."""
+    """Kill the engines, and wait until the nodes have started new ones."""
     async with AsyncExitStack() as stack:
         healths = [
             await stack.enter_async_context(health(system.processes[name].address))
@@ -68,7 +68,7 @@ async def kill_engines(system: Cluster, *names: str) -> None:
 
 
 async def engines_of(system: Cluster, name: str, secret: str | None = SECRET) -> list[str]:
-    """The incarnations that a node names to who asks it."""
+    """The incarnations that a node returns to a caller with this secret."""
     ask = partial(ask_members, ClusterSecret(secret), None)
     entries = await ask(Node(system.processes[name].address, Role(name.partition("-")[0])))
     return [decode_entry(entry, ClusterSecret(SECRET)).member.incarnation for entry in entries]
@@ -78,7 +78,7 @@ async def test_a_node_names_its_engines_to_who_knows_the_secret_alone(system: Cl
     listed = {m.incarnation for m in await members(system.redis.url, lambda found: len(found) == 2)}
     assert {each for name in NODES for each in await engines_of(system, name)} == listed
     for secret in (None, "a guess"):
-        with pytest.raises((Unauthenticated, NodeLost), match="for somebody else"):
+        with pytest.raises((Unauthenticated, NodeLost), match="for another process"):
             await engines_of(system, "decode-0", secret)
 
 
@@ -111,7 +111,7 @@ async def test_redis_that_is_back_empty_and_dies_again_changes_nothing(system: C
     await wait_idle(*(system.processes[name].address for name in NODES))
 
 
-# --- who sits at a node's address -----------------------------------------------------------------
+# --- a foreign process at a node's address --------------------------------------------------------
 
 Talk = Callable[[AsyncIterator[Any], Any], Awaitable[None]]
 

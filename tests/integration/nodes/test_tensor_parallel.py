@@ -66,7 +66,7 @@ def requests() -> list[Request]:
 
 
 def run(engine: LocalEngine) -> tuple[dict[str, list[int]], list[StepOutput]]:
-    """All tokens by request, twice: the second time the prompts are cached; all step outputs."""
+    """All tokens by request, for two runs, the second with cached prompts; and all step outputs."""
     tokens: dict[str, list[int]] = {}
     steps = []
     for attempt in (0, 1):
@@ -126,7 +126,7 @@ def test_each_rank_has_the_scales_of_its_heads(config: EngineConfig) -> None:
 
 
 def test_ranks_share_weights_in_int4(tmp_path: Path) -> None:
-    """Words of eight outputs, and groups of inputs, each on its rank."""
+    """Ranks divide int4 weights by words of eight outputs, or by groups of inputs."""
     sizes = {"num_attention_heads": 8, "head_dim": 16, "intermediate_size": 192}
     write_int4_checkpoint(tmp_path, "awq, groups of 32", num_hidden_layers=1, **sizes)
     config = EngineConfig(model=str(tmp_path), device="cpu", num_kv_blocks=60)
@@ -168,7 +168,8 @@ def test_a_rank_that_is_gone_or_hangs_ends_the_engine(
 def test_a_rank_that_hangs_while_it_starts_ends_the_engine(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """Stopped as soon as it runs, or once it is loaded: it is named, and none is left behind."""
+    """A rank stopped when it starts, or once it is loaded, is reported by name, and no process is
+    left."""
     started: list[subprocess.Popen[bytes]] = []
     start, meet = rank_processes._start, RankGroup.meet
 
@@ -187,10 +188,10 @@ def test_a_rank_that_hangs_while_it_starts_ends_the_engine(
     monkeypatch.setattr(rank_processes, "_start", start_one)
     if moment == "connecting":
         monkeypatch.setattr(RankGroup, "meet", meet_stopped)
-    # Long enough for a rank that is not stopped to load, on two cores that others use too.
+    # Long enough for the other ranks to load, on two shared cores.
     timeout_s = 1.0 if moment == "loading" else 10.0
     begin_s = time.monotonic()
-    with pytest.raises(StartupFailed, match="rank 1 has come no further in its start for"):
+    with pytest.raises(StartupFailed, match="rank 1 has made no progress in its start for"):
         load(config, 2, rank_start_timeout_s=timeout_s, rank_timeout_s=2.0)
     assert timeout_s < time.monotonic() - begin_s < timeout_s + 20
     assert [process.poll() for process in started] == [-signal.SIGKILL]

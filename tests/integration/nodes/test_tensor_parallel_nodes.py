@@ -1,4 +1,6 @@
-"""Nodes whose engines have several ranks: hand-offs between them, equal or not, and a lost rank."""
+"""Nodes whose engines have several ranks: hand-offs between equal and unequal ones, and a lost
+rank.
+"""
 
 from __future__ import annotations
 
@@ -156,27 +158,27 @@ def test_a_rank_that_hangs_while_it_loads_is_named(model_dir: Path) -> None:
         finally:
             if node.process.poll() is None:
                 node.end(signal.SIGKILL)
-    assert any("rank 1 has come no further in its start for 2 s" in line for line in node.said)
+    assert any("rank 1 has made no progress in its start for 2 s" in line for line in node.said)
     assert pid not in marked_processes(OUR_MARK)
 
 
 def starting_follower(node: NodeProcess) -> int | None:
-    """Once it is its own program, and bound to its parent.
+    """The follower's pid once it runs its own program and is bound to its parent, else None.
 
-    Before that it has the command line of the engine that starts it, and shares its memory: stopped
-    there, it would stop the engine, and outlive it.
+    Before that it shares the memory and command line of the engine that starts it: stopped there,
+    it would stop the engine, and outlive it.
     """
     try:
         pid = follower_pid(node)
         program = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except (ValueError, FileNotFoundError):  # there is no engine yet, or no rank of it
+    except (ValueError, FileNotFoundError):  # no engine yet, or no rank of it
         return None
     return pid if program[1:3] == [b"-m", b"baton.node.engine_process.rank_process"] else None
 
 
 @asynccontextmanager
 async def beside(nodes: Nodes, role: Role, size: int) -> AsyncIterator[NodeProcess]:
-    """One more node, of another size; its ranks may take their time on two cores."""
+    """One more node, with another number of ranks, which may be slow on two cores."""
     flags = ("--tp", str(size), "--rank-timeout-s", "20", "--name", "other")
     node = launch(role, nodes.redis_url, *nodes.flags, *flags)
     try:
@@ -188,8 +190,8 @@ async def beside(nodes: Nodes, role: Role, size: int) -> AsyncIterator[NodeProce
 
 
 async def hand_off_all(nodes: Nodes, reference: LocalEngine, reads_per_block: float) -> None:
-    """Long, short and cancelled hand-offs; `reads_per_block`: bytes pulled, in blocks of one rank's
-    engine."""
+    """Long, short and cancelled hand-offs; `reads_per_block`: bytes pulled per block, in units of a
+    block of an engine with one rank."""
     requests = [request_of(1), request_of(300, max_tokens=20), request_of(40, temperature=0.7)]
     async with connected(nodes) as pair:
         cancelled = request_of(900, max_tokens=500)

@@ -33,14 +33,14 @@ from baton.cluster.tls import GATEWAY, role_name
 from baton.core.config import NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
 
-HELD, HTTPS = PROMPTS[:2]  # the one by a connection that stays, the other by HTTPS
-PAUSE_S = 2.5  # longer than anybody waits for a sign of life
+HELD, HTTPS = PROMPTS[:2]  # one over a persistent connection, the other over HTTPS
+PAUSE_S = 2.5  # longer than any liveness limit
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
 @dataclass(frozen=True)
 class Door:
-    """A port with TLS: whose certificate it shows, and whose it wants to see."""
+    """A TLS port: the role of its certificate, and the role that it requires of clients."""
 
     port: int
     shows: str
@@ -48,7 +48,7 @@ class Door:
     wants: str | None
 
     def shown(self, certs: Path, trust: Path) -> bytes:
-        """The certificate, DER, that one gets to see who comes with those in `certs`. Raises
+        """The certificate, DER, that the port presents to a client with those in `certs`. Raises
         OSError where either end refuses the other."""
         context = ssl.create_default_context(cafile=str(trust))
         context.set_alpn_protocols(["h2"])
@@ -59,11 +59,11 @@ class Door:
             context.wrap_socket(plain, server_hostname=self.name) as opened,
         ):
             opened.settimeout(0.5)
-            try:  # a refusal comes behind the client's end of the handshake
+            try:  # a refusal arrives after the client's end of the handshake
                 if self.wants is not None and not opened.recv(1):
                     raise ConnectionError("hung up")
             except TimeoutError:
-                pass  # it waits for the first word
+                pass  # the server waits for data: accepted
             shown = opened.getpeercert(binary_form=True)
         assert shown is not None
         return shown
@@ -71,7 +71,7 @@ class Door:
 
 @dataclass
 class Renewed:
-    """The deployment, its files, and what has been broken."""
+    """The deployment, its files, and the counts of faults."""
 
     system: Running
     live: Path
@@ -81,14 +81,14 @@ class Renewed:
     # --- the files ----------------------------------------------------------------------------
 
     def write(self, certs: Path, end: str) -> None:
-        """All chains, or all keys, in place."""
+        """Write all chains, or all keys, in place."""
         for name in (*ROLES, SERVER):
             shutil.copyfile(certs / f"{name}.{end}", self.live / f"{name}.{end}")
 
     def write_ca(self, *cas: Path) -> None:
         (self.live / "ca.crt").write_bytes(b"".join(ca.read_bytes() for ca in cas))
 
-    # --- what is asked ------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------
 
     def client(self) -> AsyncClient:
         return AsyncClient(self.system.address, ca_file=self.trust)
@@ -126,16 +126,16 @@ class Renewed:
             if line.startswith(name) and all(word in line for word in words)
         ]
 
-    # --- what is broken -----------------------------------------------------------------------
+    # --- faults -------------------------------------------------------------------------------
 
     def pids(self, name: str) -> list[int]:
-        """The node's, and its engine's."""
+        """The pids of the node and its engine."""
         (child,) = (c for c in self.system.deployment.children if c.name == name)
         pid = child.process.pid
         return [pid, *children_of(pid)]
 
     async def engines(self) -> dict[str, str]:
-        """The incarnations by name, as far as all are there and linked; else nothing."""
+        """The incarnations by name if all engines are present and linked; else nothing."""
         async with self.client() as client:
             nodes = (await client.model_info()).nodes
         sources = {node.incarnation for node in nodes if node.role == "prefill"}
@@ -152,7 +152,7 @@ class Renewed:
         return found
 
     async def kill_engine(self, name: str) -> str:
-        """Returns which one it was."""
+        """Kill the engine; returns its incarnation."""
         incarnation = (await self.until_linked())[name]
         self.num_breaks[name] += 1
         (engine,) = self.pids(name)[1:]
@@ -160,13 +160,13 @@ class Renewed:
         return incarnation
 
     async def replace_engines(self, *names: str) -> None:
-        """One after the other: its links are all new."""
+        """Replace the engines one by one, so that all links are new."""
         for name in names:
             killed = await self.kill_engine(name)
             assert (await self.until_linked([killed]))[name] != killed
 
     async def break_links(self, name: str) -> None:
-        """Of a node that goes on; its links and data connections are made anew."""
+        """Break the links of a live node, so that links and data connections are made anew."""
         engines = await self.until_linked()
         before, broken = self.windows(), engines[name]
         self.num_breaks[name] += 1
@@ -192,10 +192,10 @@ class Renewed:
             found[name, said.partition("reads from source ")[2].split()[0]] += 1
         return found
 
-    # --- what is shown ------------------------------------------------------------------------
+    # --- certificates presented ---------------------------------------------------------------
 
     async def doors(self) -> list[Door]:
-        """Of gateway, nodes, and engines: where they speak, and where sources' blocks are read."""
+        """The TLS ports of the gateway, of nodes and engines, and the data ports of sources."""
         grpc_port = int(self.system.address.rpartition(":")[2])
         ports = (grpc_port, int(self.http().rpartition(":")[2]))
         found = [Door(port, SERVER, "localhost", None) for port in ports]
@@ -211,13 +211,14 @@ class Renewed:
         return found
 
     async def check_shown(self, certs: Path, trust: Path) -> None:
-        """By every port, to who has the certificates of that folder."""
+        """Check that every port presents the certificates of that folder to a client that has
+        them."""
         for door in await self.doors():
             expected = ssl.PEM_cert_to_DER_cert((certs / f"{door.shows}.crt").read_text())
             assert await asyncio.to_thread(door.shown, certs, trust) == expected, door
 
     async def admits(self, door: Door, certs: Path) -> bool:
-        """Whether it lets those in who show the certificates of that folder."""
+        """Whether the port accepts clients with the certificates of that folder."""
         try:
             await asyncio.to_thread(door.shown, certs, self.trust)
         except OSError:
@@ -246,7 +247,8 @@ async def tokens(client: AsyncClient, prompt: str) -> tuple[int, ...]:
 
 @pytest.fixture
 def renewed(tmp_path: Path) -> Iterator[Renewed]:
-    """What comes into `live` one after the other lies in the folders beside it."""
+    """A deployment that reads `live`; the certificates to be copied there are in folders beside
+    it."""
     old, fresh, new, live = (tmp_path / name for name in ("old", "fresh", "new", "live"))
     make_certificates(old)
     make_certificates(new)
@@ -278,7 +280,7 @@ async def test_certificates_and_their_ca_are_renewed_under_load_without_an_error
             renewed.write(fresh, "crt")
             await renewed.break_links("decode-0")
             await renewed.check_shown(old, old / "ca.crt")
-            killed = await renewed.kill_engine("prefill-1")  # has never seen a pair that fits
+            killed = await renewed.kill_engine("prefill-1")  # it never loaded a pair that matches
             await load.progress()
             renewed.write(fresh, "key")
             await renewed.until_linked(without=[killed])
@@ -303,6 +305,6 @@ async def test_certificates_and_their_ca_are_renewed_under_load_without_an_error
             for door in await renewed.doors():
                 assert await renewed.admits(door, fresh) == (door.wants is None), door
             await load.progress()
-    for name in NODES:  # a link ends by what was done to its node, and by nothing else
+    for name in NODES:  # links end only by the faults of their node
         linked = renewed.said("gateway", "linked to", f" {name} ")
         assert len(linked) == 1 + renewed.num_breaks[name], linked

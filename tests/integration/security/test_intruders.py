@@ -1,8 +1,8 @@
 """Attacks on a deployment with a cluster secret and API keys, by a process of another user, and by
 one of the same user.
 
-One cluster for all tests, which run in the order of its life. The intruders know every address and
-method, recorded traffic and the contents of Redis; they do not know the secret.
+One cluster for all tests, which run in this order. The intruders know every address and method,
+recorded traffic and the contents of Redis; they do not know the secret.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ PROMPTS = [f"What is said under prompt {number} stays between us. " * 4 for numb
 
 @dataclass
 class World:
-    """The cluster, who attacks it, and what is right: `expected` by prompt, from before."""
+    """The cluster, its attackers, and the `expected` outputs by prompt, from before the attacks."""
 
     system: Cluster
     intruder: Intruder  # another user
-    kin: Intruder  # of our own user
+    kin: Intruder  # our own user
     key: str
     expected: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class World:
         return AsyncClient(self.address("gateway-0"), api_key=key or self.key)
 
     async def engines(self) -> dict[str, NodeInfo]:
-        """As the gateway has them, by name."""
+        """The gateway's engines by name."""
         async with self.client(operator_key(SECRET)) as client:
             nodes = (await client.model_info()).nodes
         by_name = {node.name: node for node in nodes}
@@ -80,10 +80,10 @@ class World:
         return by_name
 
     async def until_linked(self, *names: str) -> dict[str, NodeInfo]:
-        """Wait until the gateway has these engines and no others, each puller its sources."""
+        """Wait until the gateway has these engines only, and each puller its sources."""
         async with asyncio.timeout(20):
             while True:
-                with suppress(Exception):  # the gateway may just be starting
+                with suppress(Exception):  # the gateway may be starting
                     found = await self.engines()
                     sources = {n.incarnation for n in found.values() if n.role == "prefill"}
                     is_linked = set(found["decode-0"].links) >= sources
@@ -132,7 +132,7 @@ def said_by(message: Any, *parts: bytes) -> list[str]:
 
 
 def opening(world: World, method: str, node: str, secret: str | None) -> str:
-    """The live puller's incarnation claims to dial a live node, with a key of one's own."""
+    """The opening of a dialer that claims a live puller's incarnation, with a key of its own."""
     engines = asyncio.run(world.engines())
     dialer = Dialer(
         ClusterSecret(secret).dialing_key,
@@ -146,7 +146,7 @@ def opening(world: World, method: str, node: str, secret: str | None) -> str:
 
 
 class Recording:
-    """A call that notes what is written to it."""
+    """A call that records what is written to it."""
 
     def __init__(self, call: Any, written: list[str]) -> None:
         self._call, self._written = call, written
@@ -159,7 +159,7 @@ class Recording:
 
 @pytest.fixture(scope="module")
 def recorded(world: World) -> list[str]:
-    """A dialer's messages of a handshake with prefill-0 that passed."""
+    """A dialer's messages in a successful handshake with prefill-0."""
     written: list[str] = []
 
     async def record() -> None:
@@ -179,10 +179,10 @@ def recorded(world: World) -> list[str]:
 
 
 def check_silent(world: World, answer: dict[str, Any]) -> None:
-    """An error, of which nothing about the inside can be learnt.
+    """Check for an error that discloses no internals.
 
-    Where a node has ended a stream that is still written to, gRPC's client puts an error of its own
-    in the place of the node's.
+    Where a node has ended a stream that is still written to, gRPC's client replaces the node's
+    error with one of its own.
     """
     is_clients_own = (answer["code"], answer["details"]) == ("INTERNAL", "Internal error from Core")
     assert answer["code"] in REFUSALS or is_clients_own, answer
@@ -244,7 +244,8 @@ def test_another_user_reads_neither_the_secret_nor_redis(world: World) -> None:
 
 
 def test_a_flood_of_strangers_does_not_end_what_runs(world: World) -> None:
-    """Half of 2,000 say nothing and half something wrong: 64 may be pending, for 2 s each."""
+    """A flood of 2,000 strangers, half of them silent and half with invalid data, ends no running
+    call: 64 may be pending, for 2 s each."""
     junk = opening(world, LEDGER, "prefill-0", "a guess")
 
     async def ask_meanwhile(flooding: asyncio.Task[Any]) -> int:
@@ -263,7 +264,7 @@ def test_a_flood_of_strangers_does_not_end_what_runs(world: World) -> None:
 
     codes, num_rounds = asyncio.run(attack())
     assert num_rounds >= 1
-    # INTERNAL is grpc.aio's own, of a write to a stream that the node has ended.
+    # INTERNAL comes from grpc.aio itself, for a write to a stream that the node has ended.
     assert codes.keys() <= {*REFUSALS, "INTERNAL", "UNAVAILABLE"}, codes
     assert codes["RESOURCE_EXHAUSTED"] > 0, "beyond those that may be pending"
     assert sum(codes.values()) > 1000
@@ -274,7 +275,7 @@ def test_a_flood_of_strangers_does_not_end_what_runs(world: World) -> None:
 
 
 async def members_by_name(world: World) -> dict[str, Member]:
-    """As the directory has them."""
+    """The directory's members by name."""
     url = world.system.redis.url
     async with asyncio.timeout(20):
         found = await members(url, lambda seen: len(seen) == len(NODES))
@@ -282,20 +283,20 @@ async def members_by_name(world: World) -> dict[str, Member]:
 
 
 def doors(member: Member) -> dict[int | str, str]:
-    """Where an engine is reached, and how handshakes call that place."""
+    """The engine's addresses, with the address that a handshake there must name."""
     name = socket_address(member.incarnation, SOCKET).decode()[1:]
     port = int(member.engine_address.rpartition(":")[2])
     return {port: member.engine_address, name: THIS_HOST}
 
 
 def claim(purpose: bytes, source: Member, puller: str, address: str, secret: str | None) -> Dialer:
-    """A live puller's incarnation, or a gateway of that name, dials a live source."""
+    """A dialer that claims to be a live puller, or a gateway of that name, for a live source."""
     key = ClusterSecret(secret).dialing_key
     return Dialer(key, purpose, dialer=puller, listener=source.incarnation, address=address)
 
 
 def recorded_at(member: Member) -> list[str]:
-    """What a gateway with the secret said in a handshake by TCP that passed."""
+    """The messages of a gateway with the secret in a successful handshake by TCP."""
     ours = claim(GATEWAY, member, "9" * 32, member.engine_address, SECRET)
     host, _, port = member.engine_address.rpartition(":")
     with socket.create_connection((host, int(port)), 5) as connection:
@@ -309,7 +310,8 @@ def recorded_at(member: Member) -> list[str]:
 
 @pytest.mark.parametrize("who", ["intruder", pytest.param("kin", marks=pytest.mark.slow)])
 def test_an_engine_says_nothing_to_who_does_not_know_the_secret(world: World, who: str) -> None:
-    """Nor does it end the link of the peer whose incarnation is claimed."""
+    """An engine sends nothing to a stranger, and keeps the link of the peer whose incarnation is
+    claimed."""
     attacker: Intruder = getattr(world, who)
     engines = asyncio.run(members_by_name(world))
     source, puller = engines["prefill-0"], engines["decode-0"].incarnation
@@ -355,7 +357,8 @@ def test_an_engine_says_nothing_to_who_does_not_know_the_secret(world: World, wh
 def test_a_flood_of_strangers_at_an_engine_disturbs_nobody(
     world: World, who: str, is_local: bool
 ) -> None:
-    """1,000 connections a second, half of them silent and half with something wrong."""
+    """Requests complete under 1,000 connections a second, half of them silent and half with invalid
+    data."""
     attacker: Intruder = getattr(world, who)
     engines = asyncio.run(members_by_name(world))
     source, puller = engines["prefill-0"], engines["decode-0"].incarnation
@@ -382,12 +385,12 @@ def test_a_flood_of_strangers_at_an_engine_disturbs_nobody(
         assert not [line for line in said if "no heartbeat" in line or "closed the" in line], name
 
 
-# --- a dead node's place --------------------------------------------------------------------------
+# --- the addresses of a dead node -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Killed:
-    """A node, its entry in Redis from when it lived, and one of its role that lives on."""
+    """A dead node, its entry in Redis from before, and a live node of its role."""
 
     dead: Member
     entry: bytes
@@ -396,7 +399,7 @@ class Killed:
 
 @pytest.fixture(scope="module")
 def killed(world: World) -> Killed:
-    """It dies when the first test asks for it; the last brings it back."""
+    """Killed when the first test requests it; the last test starts it again."""
     engines = asyncio.run(members_by_name(world))
     dead = engines["prefill-2"]
     with redis.Redis.from_url(world.system.redis.url) as reader:
@@ -408,7 +411,8 @@ def killed(world: World) -> Killed:
 def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(
     world: World, killed: Killed
 ) -> None:
-    """What binds them answers with a challenge of its own, or relays to a live node."""
+    """The process at these addresses sends a challenge of its own, or relays to a live node: it
+    receives no more than openings, and cannot authenticate."""
     dead, live = killed.dead, killed.live
     port = int(dead.address.rpartition(":")[2])
     challenge = said_by(node_pb2.GetMembersResponse, os.urandom(64))[0]
@@ -424,7 +428,8 @@ def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(
         return [each for each in world.intruder.do("notes") if each.get("where") == where]
 
     async def until_dialled() -> None:
-        """By gateway and puller, who find another user there; the entry counts for 6 s."""
+        """Wait for dials by gateway and puller, who find another user there; the entry lives for 6
+        s."""
         async with asyncio.timeout(6):
             while len(at(local)) < 4:
                 await world.serves_right()
@@ -436,7 +441,7 @@ def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(
         return sum("method" in each for each in world.intruder.do("notes"))
 
     for number in (1, 2):
-        while num_calls() < number:  # a port that has just been bound may refuse the first
+        while num_calls() < number:  # a port that was just bound may refuse the first call
             with pytest.raises((NodeLost, Unauthenticated)):
                 asyncio.run(
                     ask_members(ClusterSecret(SECRET), None, Node(dead.address, Role.PREFILL))
@@ -475,7 +480,7 @@ def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(
     by_tcp = [visit for visit in visits if visit["where"] != local and visit["said"]]
     assert len(by_tcp) == 4
     for visit in by_tcp:
-        Opening.unpack(bytes.fromhex(visit["said"]))  # and nothing behind it
+        Opening.unpack(bytes.fromhex(visit["said"]))  # and no further data
     forwarded = [visit["forwarded"] for visit in by_tcp if visit["forwarded"]]
     assert len(forwarded) == 2
     assert not [each for each in forwarded if each["received"]]
@@ -483,7 +488,8 @@ def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(
 
 @pytest.mark.slow
 async def test_what_was_in_redis_makes_no_member_again(world: World, killed: Killed) -> None:
-    """Old entries put back, with a TTL and without, among junk; then the node comes back."""
+    """A dead node's old entries, stored again with a TTL and without, among junk, are ignored; then
+    the node returns."""
     prefix = f"baton:{CLUSTER}:member:"
     old = killed.dead.incarnation
     assert decode_entry(killed.entry, ClusterSecret(SECRET)).member.incarnation == old
@@ -520,7 +526,8 @@ async def test_what_was_in_redis_makes_no_member_again(world: World, killed: Kil
 
 
 async def test_who_knows_the_secret_is_still_served(world: World) -> None:
-    """The tests above would pass with a node that refuses everybody."""
+    """A client with the secret is served: otherwise a node that refuses everybody would pass these
+    tests."""
     (source,) = [e for e in (await world.engines()).values() if e.name == "prefill-0"]
     async with session(source.incarnation) as opened:
         await opened.until(lambda: opened.num_heartbeats > 0)

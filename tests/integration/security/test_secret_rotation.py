@@ -27,7 +27,7 @@ NODES = (("prefill-0", "decode-0"), ("prefill-2", "decode-2"))
 
 @dataclass
 class Clients:
-    """Of one gateway at a time, as behind a load balancer."""
+    """Clients of one gateway at a time, as behind a load balancer."""
 
     system: Cluster
     gateway: str = GATEWAYS[0]
@@ -44,7 +44,7 @@ class Clients:
             self.num_running[gateway] -= 1
 
     async def leave(self, gateway: str) -> None:
-        """All go to the other one; wait for the last answers."""
+        """Direct all clients to the other gateway; wait for the pending responses."""
         (self.gateway,) = {*GATEWAYS} - {gateway}
         async with asyncio.timeout(20):
             while self.num_running[gateway]:  # noqa: ASYNC110
@@ -52,13 +52,13 @@ class Clients:
 
 
 async def until_linked(system: Cluster) -> None:
-    """Every gateway with every engine, and every puller with every source."""
+    """Wait until every gateway is linked to every engine, and every puller to every source."""
     names = {name for pair in NODES for name in pair}
     async with asyncio.timeout(40):
         for gateway in GATEWAYS:
             while True:
                 async with AsyncClient(system.processes[gateway].address) as client:
-                    with suppress(Exception):  # it may just be starting
+                    with suppress(Exception):  # it may be starting
                         nodes = (await client.model_info()).nodes
                         sources = {n.incarnation for n in nodes if n.role == "prefill"}
                         pullers = [n for n in nodes if n.role == "decode"]

@@ -50,7 +50,7 @@ INFER = frozenset({"infer"})
 
 @dataclass
 class Secured:
-    """The deployment, and what its clients have."""
+    """The deployment, and its clients' certificates and keys."""
 
     system: Running
     certs: Path
@@ -107,7 +107,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         yield Secured(system, certs, key_file, keys, ready.split()[-2])
 
 
-# --- a prompt -------------------------------------------------------------------------------------
+# --- prompts --------------------------------------------------------------------------------------
 
 
 def test_a_prompt_passes_over_tls_with_a_key(secured: Secured) -> None:
@@ -134,7 +134,7 @@ def test_tenants_have_their_own_parts_of_the_prefix_cache(secured: Secured) -> N
     assert cached_tokens("acme", cache_salt="mine") == 0
 
 
-# --- who may what ---------------------------------------------------------------------------------
+# --- permissions ----------------------------------------------------------------------------------
 
 
 def test_who_has_no_good_key_gets_nothing(secured: Secured) -> None:
@@ -190,12 +190,12 @@ def test_over_its_limit_a_tenant_is_told_at_once_and_when_to_come_again(secured:
 
 def test_tokens_that_were_not_generated_are_given_back(secured: Secured) -> None:
     with secured.client("frugal") as client:
-        for _ in range(2):  # each may take most of a minute's tokens
+        for _ in range(2):  # each may use most of a minute's token budget
             with client.generate("x", max_tokens=200, ignore_eos=True) as stream:
                 next(stream)
-        time.sleep(0.2)  # the gateway hears of the last one's end
+        time.sleep(0.2)  # the gateway learns of the last call's end
         assert len(client.generate("x", max_tokens=200, ignore_eos=True).result.token_ids) == 200
-        # A minute's tokens come back evenly, also while a busy machine takes its time for these.
+        # The token budget refills evenly, also while a busy machine takes its time for these.
         with pytest.raises(RateLimited, match="tokens per minute"):
             client.generate("x", max_tokens=295).result  # noqa: B018
 
@@ -244,7 +244,8 @@ def test_foreign_pages_reach_nothing(secured: Secured) -> None:
 
 
 def channel(secured: Secured, node: str, shown: str | None, expected: str) -> grpc.aio.Channel:
-    """To a node, with a certificate of `shown`, taking it for one of the role `expected`."""
+    """A channel to a node, with the certificate of `shown`, expecting a server of the role
+    `expected`."""
     ca = (secured.certs / "ca.crt").read_bytes()
     pair = [(secured.certs / f"{shown}.{end}").read_bytes() for end in ("key", "crt")]
     credentials = grpc.ssl_channel_credentials(ca, *(pair if shown else (None, None)))
@@ -271,7 +272,7 @@ def status_of_ledger(
 
 
 def is_told_members(secured: Secured, shown: str) -> bool:
-    """By prefill-0, with the certificate of `shown`."""
+    """Whether prefill-0 returns its members to a caller with the certificate of `shown`."""
     tls = ClusterTls(*(secured.certs / name for name in ("ca.crt", f"{shown}.crt", f"{shown}.key")))
     secret = ClusterSecret.of(secured.system.deployment.cluster)
     node = Node(secured.system.node_addresses()["prefill-0"], Role.PREFILL)
@@ -283,7 +284,8 @@ def is_told_members(secured: Secured, shown: str) -> bool:
 
 
 async def status_of_slow_opening(secured: Secured) -> grpc.StatusCode:
-    """Of a caller of the wrong role that says nothing for 0.3 s once its call is open."""
+    """The status for a caller of the wrong role that sends nothing for 0.3 s after opening its
+    call."""
     secret = ClusterSecret.of(secured.system.deployment.cluster)
     address = secured.system.node_addresses()["prefill-0"]
     async with channel(secured, "prefill-0", "decode", "prefill") as opened:
@@ -313,7 +315,7 @@ def test_a_node_serves_the_right_role_alone(secured: Secured) -> None:
     assert asyncio.run(status_of_slow_opening(secured)) is status.PERMISSION_DENIED
     told = {shown for shown in ("gateway", "prefill", "decode") if is_told_members(secured, shown)}
     assert told == {"gateway", "decode"}
-    # Not even a handshake: for servers alone, none, and who finds another role than it looks for.
+    # The TLS handshake fails: a certificate for servers only, an unexpected role, plain text.
     assert status_of_ledger(secured, "prefill-0", "server", "prefill") is status.UNAVAILABLE
     assert status_of_ledger(secured, "prefill-0", "gateway", "decode") is status.UNAVAILABLE
     address = secured.system.node_addresses()["prefill-0"]
@@ -323,9 +325,8 @@ def test_a_node_serves_the_right_role_alone(secured: Secured) -> None:
 def refusal(
     secured: Secured, node: str, purpose: bytes, shown: str | None, expected: str, dialer: str = ""
 ) -> str:
-    """Why an engine does not take who dials it with a certificate of `shown`, taking it for one of
-    the role `expected`; empty if it does. `shown` None: in plain text.
-    """
+    """An engine's reason to refuse a dialer with the certificate of `shown` that expects the role
+    `expected`; empty if accepted. `shown` None: in plain text."""
     engine = secured.system.engines()[node]
 
     def secure(connection: socket.socket) -> socket.socket:
@@ -356,7 +357,7 @@ def test_an_engine_takes_the_right_role_alone(secured: Secured) -> None:
         for shown in ("prefill", "decode"):
             told = refusal(secured, node, PURPOSE_GATEWAY, shown, role)
             assert told == f"this needs the certificate of {role_name('gateway')}"
-        # Not even a handshake: for servers alone, who finds another role, and plain text.
+        # The TLS handshake fails: a certificate for servers only, an unexpected role, plain text.
         for shown, expected in (("server", role), ("gateway", "gateway"), (None, role)):
             told = refusal(secured, node, PURPOSE_GATEWAY, shown, expected)
             assert told == "nothing but an end"
@@ -387,7 +388,7 @@ def test_fsck_looks_at_a_cluster_with_certificates(secured: Secured) -> None:
     assert all(engine.silence for engine in plain.engines)
 
 
-# --- files that change ----------------------------------------------------------------------------
+# --- file changes ---------------------------------------------------------------------------------
 
 
 def test_a_key_that_is_taken_out_is_out_at_once(secured: Secured) -> None:

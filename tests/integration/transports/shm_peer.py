@@ -50,7 +50,7 @@ def export(incarnation: str) -> None:
 
 
 def pull(incarnation: str, seconds: float, fd: int) -> None:
-    """Print how often each outcome came, and how many pulls ended OK with wrong bytes."""
+    """Print the counts of outcomes, and of pulls that ended OK with wrong bytes."""
     published = np.frombuffer(mmap.mmap(fd, 8 * NUM_BLOCKS), dtype=np.uint64)
     pool = HostPool("d" * 32, NUM_BLOCKS, BLOCK_BYTES)
     window = ShmTransport(pool).connect(access(incarnation))

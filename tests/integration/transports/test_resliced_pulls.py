@@ -41,14 +41,14 @@ def part(heads: tuple[int, int]) -> PoolPart:
 
 
 def shard(dense: np.ndarray, part: PoolPart) -> np.ndarray:
-    """[blocks, rows, kv_heads, bytes] -> those of one rank."""
+    """[blocks, rows, kv_heads, bytes] -> the heads of one rank."""
     first, count = part.heads
     return dense[:, :, first : first + count]
 
 
 @dataclass
 class Engine:
-    """The pools of all ranks, with the one page of generations that is rank 0's."""
+    """The pools of all ranks, with rank 0's page of generations for all."""
 
     parts: list[PoolPart]
     pools: list[HostPool]
@@ -73,7 +73,7 @@ def engine(size: int, kv_heads: int) -> Iterator[Engine]:
     yield Engine(parts, pools)
     for thread in threading.enumerate():
         if thread.name.startswith("kv-pull-"):
-            thread.join(5)  # a window that was closed lets go of its pool by itself
+            thread.join(5)  # a closed window releases its pool by itself
     for pool in pools:
         pool.close()
 

@@ -62,8 +62,8 @@ NUM_BLOCKS, BLOCK_BYTES = peer.NUM_BLOCKS, peer.BLOCK_BYTES
 
 
 def footprint() -> tuple[int, int, set[str]]:
-    """What must be as before: descriptors, threads, and what lies in /dev/shm, where the hidden
-    files are those of browsers in tests that run beside these."""
+    """State that must be restored: descriptors, threads, and files in /dev/shm without hidden ones,
+    which belong to browsers in concurrent tests."""
     num_fds = len(os.listdir("/proc/self/fd"))
     shared = {name for name in os.listdir("/dev/shm") if not name.startswith(".")}
     return num_fds, threading.active_count(), shared
@@ -71,8 +71,8 @@ def footprint() -> tuple[int, int, set[str]]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Who has said nothing keeps an exporter's thread, and its connection, for up to a second. What
-    tests before these left to the collector, or to threads that end, may go meanwhile."""
+    """A silent peer keeps an exporter's thread and connection for up to a second. Leftovers of
+    earlier tests, for the collector or from ending threads, may go meanwhile."""
     gc.collect()
     fds, threads, shared = footprint()
     yield
@@ -140,7 +140,8 @@ def read_line(process: subprocess.Popen[str]) -> str:
 
 
 def rewrite(pool: HostPool, block_id: int) -> int:
-    """Give the block new content as an engine does: generation first. Returns the generation."""
+    """Write new content to the block as an engine does, generation first; returns the
+    generation."""
     pool.generations.bump([block_id])
     generation = pool.generations.read(block_id)
     np.frombuffer(pool.block(block_id), dtype=np.uint64)[:] = peer.content(block_id, generation)
@@ -191,7 +192,7 @@ def test_a_writer_that_forgets_the_generation_is_found_out(
     compare = np.array_equal
 
     def scribble_and_compare(copied: NDArray[np.uint8], original: NDArray[np.uint8]) -> bool:
-        words[-1] += 1  # behind the copy, and before the look at it
+        words[-1] += 1  # after the copy, before the generation is read again
         return compare(copied, original)
 
     with window_onto(SOURCE, destination) as window:
@@ -228,14 +229,14 @@ def test_no_torn_copy_from_another_process_is_ever_ok(source: HostPool) -> None:
         while process.poll() is None:
             for block_id in range(NUM_RESERVED_BLOCKS, NUM_BLOCKS):
                 generation = rewrite(source, block_id)
-                published[block_id] = generation  # complete: now it may be announced
-            time.sleep(0.0005)  # or the puller would hardly find a block at rest
+                published[block_id] = generation  # complete: it may be announced
+            time.sleep(0.0005)  # otherwise the puller would hardly find a block at rest
         counts = json.loads(read_line(process))
     os.close(fd)
     assert counts["wrong"] == 0
     assert counts["ok"] > 100
     assert counts["stale"] > 10
-    assert "failed" not in counts  # the generation moved first, every time
+    assert "failed" not in counts  # every generation moved before its content
 
 
 def test_kill_9_of_the_source_leaves_nothing(destination: HostPool) -> None:
@@ -244,7 +245,7 @@ def test_kill_9_of_the_source_leaves_nothing(destination: HostPool) -> None:
         with window_onto(SOURCE, destination) as window:
             process.send_signal(signal.SIGKILL)
             process.wait()
-            # The mapping outlives its owner: what was announced can still be copied.
+            # The mapping outlives its owner: announced blocks can still be copied.
             canary = BlockPair(BlockRef(CANARY_BLOCK, 0), 3)
             assert pull(window, canary) is PullOutcome.OK
             start_s = time.monotonic()
@@ -330,7 +331,7 @@ def test_a_pool_on_a_gpu_is_refused(source: HostPool, destination: HostPool) -> 
     exporter.close()
 
 
-# ---- exporters that lie
+# ---- exporters that send wrong data
 
 
 def unsealed(num_bytes: int) -> int:
@@ -344,7 +345,7 @@ def _describe(pool: HostPool, incarnation: str = SOURCE, extra_blocks: int = 0) 
 
 
 def _lie(kind: str, pool: HostPool) -> tuple[bytes, list[int], list[int]]:
-    """What the exporter sends, with which descriptors, and which of them are to be closed."""
+    """What the exporter sends, with which descriptors, and which of them to close."""
     right = [pool.fd, pool.generations.fd]
     match kind:
         case "garbage":
@@ -372,7 +373,7 @@ def _lie(kind: str, pool: HostPool) -> tuple[bytes, list[int], list[int]]:
 
 
 def shake_hands(connection: socket.socket) -> None:
-    """As an exporter does."""
+    """Perform an exporter's part of the handshake."""
     theirs = Listener(lambda o: pair_key(ENGINE_KEY, o.dialer), PURPOSE, (ADDRESS,))
     connection.send(theirs.challenge(connection.recv(1024)))
     theirs.check(connection.recv(1024))

@@ -39,12 +39,12 @@ from baton.kv_transfer.window.transport import PullOutcome
 
 SOURCE, PULLER = "5" * 32, "9" * 32
 BLOCK_BYTES, NUM_BLOCKS = 1536, 40
-CHUNK_BLOCKS = 2  # of a request
+CHUNK_BLOCKS = 2  # per request
 SOURCE_IDS = (5, 2, 9, 14, 30, 7)
-LIVENESS_S = 1.5  # a peer of whom nothing is heard is found by then
+LIVENESS_S = 1.5  # a silent peer is detected by then
 RESUME_S = 0.5
 
-# What passes on a connection, by direction: the header bytes of the opening, then of one request.
+# Header bytes on a connection by direction: of the opening, then of one request.
 OPENING = {
     ON: OPENING_BYTES + ANSWER_BYTES + wire.TERMS_BYTES,
     BACK: CHALLENGE_BYTES + wire.LENGTH_BYTES,
@@ -57,7 +57,7 @@ REQUEST = {
 
 @dataclass
 class World:
-    """A source behind a proxy, and the pool that is pulled into."""
+    """A source behind a proxy, and the puller's pool."""
 
     source: HostPool
     ours: HostPool
@@ -65,7 +65,7 @@ class World:
     proxy: WireProxy
     tls: tuple[EngineTls, EngineTls] | None = None  # the source's, the puller's
     num_reads: int = 0
-    committed: list[int] = field(default_factory=list)  # blocks of ours, as they were written
+    committed: list[int] = field(default_factory=list)  # our blocks, in order of writes
 
     def remote(self) -> RemotePool:
         return access(SOURCE, self.proxy.port, is_elsewhere=True)
@@ -103,7 +103,7 @@ class World:
         ours.close()
 
     def pairs(self) -> BlockPairs:
-        """Three requests."""
+        """The pairs of three requests."""
         return block_pairs.join(
             *(
                 BlockPair(BlockRef(each, self.source.generations.read(each)), 2 + i)
@@ -112,7 +112,7 @@ class World:
         )
 
     def check_pulled(self) -> None:
-        """Every block is there, each was written once, in order."""
+        """Check that every block was pulled, and written once, in order."""
         for i, each in enumerate(SOURCE_IDS):
             assert self.ours.block(2 + i) == self.source.block(each)
         assert self.committed == [2 + i for i in range(len(SOURCE_IDS))]
@@ -125,7 +125,7 @@ class World:
 
 @contextlib.contextmanager
 def running(tls: tuple[EngineTls, EngineTls] | None = None) -> Iterator[World]:
-    """A source that takes in whoever comes, at once: connections break here by the hundred."""
+    """A source that accepts connections at any rate: they break here by the hundred."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("baton.core.channels.accept_thread.BURST", 10_000)
         yield from served(tls)
@@ -168,7 +168,7 @@ def begin(window: RemoteWindow, pairs: BlockPairs) -> queue.SimpleQueue[PullOutc
 
 
 def pull(window: RemoteWindow, pairs: BlockPairs) -> tuple[PullOutcome, float]:
-    """How it ended, and after how long."""
+    """The outcome of a pull, and its duration."""
     began_s = time.monotonic()
     outcome = begin(window, pairs).get(timeout=10)
     return outcome, time.monotonic() - began_s
@@ -178,8 +178,8 @@ def pull(window: RemoteWindow, pairs: BlockPairs) -> tuple[PullOutcome, float]:
 
 
 def cuts() -> list[tuple[str, int]]:
-    """Behind each byte of every header of a request and its answer, and 50 offsets in the blocks;
-    of the first chunk or the second."""
+    """Cuts after each byte of every header of a request and its response, and at 50 offsets in the
+    blocks; in the first chunk or the second."""
     chance = random.Random(16)
     first_body = 2 * wire.FRAME_BYTES
     end = REQUEST[BACK] - wire.FRAME_BYTES
@@ -205,7 +205,7 @@ def test_a_reset_at_any_byte_goes_on_at_the_chunk_that_was_not_taken(world: Worl
 
 
 def test_a_reset_at_any_byte_of_the_opening_goes_on(world: World) -> None:
-    """The connection that is made again breaks too."""
+    """A pull survives resets at any byte of the opening, even if the new connection breaks too."""
     with world.window() as window:
         for way in (ON, BACK):
             for offset in range(1, OPENING[way] + 1):
@@ -227,7 +227,7 @@ def test_a_window_opens_over_a_connection_that_is_reset(world: World) -> None:
 
 
 def test_a_rewrite_between_two_connections_is_stale(world: World) -> None:
-    """What was asked for before the reset is judged again behind it."""
+    """The verdict is made again for a request that is repeated after a reset."""
     with world.window() as window:
         pairs = world.pairs()
         world.proxy.cut_after(REQUEST[BACK] + 200, BACK)
@@ -259,7 +259,7 @@ def test_a_connection_that_always_breaks_is_given_up_in_time(world: World) -> No
 
 
 def test_progress_counts_resets_anew(world: World) -> None:
-    """More resets than one chunk would bear, each behind another one."""
+    """A pull with progress survives more resets than one chunk would."""
     with world.window() as window:
         window._carrier.max_request_blocks = 1
         ids = [2 + i % 8 for i in range(60)]
@@ -280,13 +280,14 @@ def test_a_source_that_is_gone_is_given_up_at_once(world: World) -> None:
 
 
 def test_a_closed_window_does_not_connect_again(world: World) -> None:
-    """Its link is lost: what is on its way may end well, and no more."""
+    """A closed window opens no connection after the loss of its link, though pulls on their way may
+    succeed."""
     with world.window() as window:
         world.proxy.lost = frozenset({BACK})
         waiting = [begin(window, world.pairs()) for _ in range(2)]
         window.close()
         num_before = world.proxy.num_connections
-        world.proxy.reset_all()  # while nothing comes back, or what was held might end well
+        world.proxy.reset_all()  # while data is held back, or it might complete
         world.proxy.lost = frozenset()
         outcomes = [done.get(timeout=LIVENESS_S) for done in waiting]
         assert outcomes == [PullOutcome.FAILED] * 2
@@ -298,8 +299,9 @@ def test_a_closed_window_does_not_connect_again(world: World) -> None:
 
 @pytest.mark.parametrize("offset", [None, 500, 3 * REQUEST[BACK] - 4], ids=str)
 def test_silence_ends_every_pull_that_waits(world: World, offset: int | None) -> None:
-    """Before the request, behind it, in a body and in the last verdict; the next pull goes on."""
-    ways = [{BACK}, {ON}, {ON, BACK}]  # at once, as each takes its time
+    """Silence before the request, after it, in a body or in the last verdict ends the pull; the
+    next one succeeds."""
+    ways = [{BACK}, {ON}, {ON, BACK}]  # all at once, as each takes its time
     with contextlib.ExitStack() as stack:
         worlds = [stack.enter_context(world.beside()) for _ in ways]
         windows = [stack.enter_context(world.window()) for world in worlds]
@@ -326,7 +328,7 @@ def fall_silent(world: World, window: RemoteWindow, lost: set[str], offset: int 
 
 
 def test_a_slow_source_is_waited_for_as_long_as_something_comes(world: World) -> None:
-    world.proxy.at_once_bytes = BLOCK_BYTES // 4  # of connections that are made from here on
+    world.proxy.at_once_bytes = BLOCK_BYTES // 4  # of new connections
     with world.window() as window:
         world.proxy.delay_s = 0.06
         outcome, took_s = pull(window, world.pairs())
@@ -335,8 +337,8 @@ def test_a_slow_source_is_waited_for_as_long_as_something_comes(world: World) ->
 
 
 def test_a_cancelled_pull_does_not_wait_for_a_slow_source(world: World) -> None:
-    """Its blocks are nobody's until it ends; what was queued behind it goes on."""
-    world.proxy.at_once_bytes = BLOCK_BYTES // 16  # of connections that are made from here on
+    """The cancelled pull's blocks stay reserved until it ends; pulls queued after it continue."""
+    world.proxy.at_once_bytes = BLOCK_BYTES // 16  # of new connections
     with world.window() as window:
         world.proxy.delay_s = 0.15
         outcomes: queue.Queue[PullOutcome] = queue.Queue()
@@ -378,7 +380,7 @@ def test_with_tls_resets_go_on_and_silence_ends(certificates: tuple[EngineTls, E
             assert (outcome, took_s < RESUME_S) == (PullOutcome.OK, True), offset
             world.check_pulled()
         world.proxy.reset_all()
-        for offset in range(1, 3000, 211):  # of the handshake
+        for offset in range(1, 3000, 211):  # within the handshake
             world.forget()
             world.proxy.cut_after(offset, BACK)
             world.proxy.reset_all()

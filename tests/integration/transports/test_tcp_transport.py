@@ -57,7 +57,7 @@ PARTS = (PoolPart(SOURCE, (0, 2), (0, 2), 1), PoolPart("6" * 32, (2, 2), (0, 2),
 
 @dataclass
 class Served:
-    """A source, and what a test may do to it. `sabotage` is called before blocks are read."""
+    """A source, and the test's hooks: `sabotage` is called before blocks are read."""
 
     pool: HostPool
     server: DataServer
@@ -102,7 +102,7 @@ def served(block_bytes: int) -> Iterator[Served]:
 
 
 def cut_of(num_rows: int, width: int, offset: int) -> BlockCut:
-    """Rows that are as long as blocks."""
+    """A cut into rows as long as blocks."""
     size = BLOCK_BYTES
     return BlockCut(num_rows, width, size, offset, width, 0, size, num_rows * width)
 
@@ -164,7 +164,7 @@ def test_copies_blocks_to_where_they_belong(served: Served, destination: HostPoo
 
 
 def test_copies_heads_to_where_they_belong(served: Served, block_bytes: int) -> None:
-    """Heads 1 and 2 of the source's four become heads 0 and 1 of our two."""
+    """Heads 1 and 2 of the source's four become heads 0 and 1 of the puller's two."""
     ours = HostPool(PULLER, 12, block_bytes // 2)
     with window_onto(served, ours, of_heads(1, 0, 2, 4, 2, num_layers=NUM_ROWS // 2)) as window:
         assert pull(window, pair(served.pool, 5, 3)) is PullOutcome.OK
@@ -179,7 +179,8 @@ def test_the_description_tells_of_all_ranks(served: Served) -> None:
 
 
 def test_descriptions_of_another_form_have_other_versions() -> None:
-    """Whoever changes one counts both up: it is sent by memory's exporters and by data ports."""
+    """A change of the description's format must raise both versions: exporters of memory and data
+    ports send it."""
     described = PoolDescription(SOURCE, 64, 5, CudaMemory(bytes(16), bytes(64)), PARTS[:1])
     form = [[SOURCE, 64, 5, [bytes(16), bytes(64)], [[SOURCE, [0, 2], [0, 2], 1, ""]]]]
     found = (msgspec.msgpack.decode(described.pack()), pool_address.PURPOSE, wire.PURPOSE)
@@ -223,8 +224,8 @@ def test_every_pull_reports_once_even_when_cancelled(served: Served, destination
 
 
 class Relay:
-    """A wire between puller and source that flips a bit in so many frames of data to come. From
-    `is_false` on a good verdict comes in place of blocks."""
+    """A wire between puller and source that flips a bit in each of the next `num_to_damage` data
+    frames. With `is_false` a positive verdict replaces blocks."""
 
     def __init__(self, port: int) -> None:
         self.num_to_damage = 0
@@ -286,7 +287,7 @@ def test_damage_on_the_way_is_asked_for_once_more(
 
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES], indirect=True)
 def test_a_verdict_without_blocks_is_none(served: Served, destination: HostPool) -> None:
-    """What was received before would be taken for them."""
+    """A verdict without blocks fails: the buffer's old content would be taken for the blocks."""
     relay = Relay(served.server.port)
     served.remote = replace(served.remote, port=relay.port)
     served.server._addresses.append(f"127.0.0.1:{relay.port}")
@@ -300,7 +301,7 @@ def test_a_verdict_without_blocks_is_none(served: Served, destination: HostPool)
 def test_who_passes_on_the_handshake_from_another_port_is_refused(
     served: Served, destination: HostPool
 ) -> None:
-    """As a process would that took the port of a source that died."""
+    """A relayed handshake, as by a process that took the port of a dead source, is refused."""
     relay = Relay(served.server.port)
     with contextlib.closing(relay), pytest.raises(HandoffFailed):
         connect(replace(served.remote, port=relay.port), None)
@@ -330,7 +331,7 @@ def test_a_broken_connection_is_made_again(served: Served, destination: HostPool
 
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES], indirect=True)
 class TestWhoIsLetIn:
-    """The opening: who knows the key, asks for this pool, and says so in time."""
+    """The opening: the dialer must know the key, name this pool, and send it in time."""
 
     @pytest.mark.parametrize("which", ["key", "pool", "port"])
     def test_a_puller_that_is_wrong_is_refused(self, served: Served, which: str) -> None:
@@ -346,7 +347,7 @@ class TestWhoIsLetIn:
             connect(remote, BlockCut.of(None, BLOCK_BYTES))
 
     def test_a_source_that_does_not_know_the_key_is_refused(self, served: Served) -> None:
-        """Somebody else took the port."""
+        """A process without the key that has taken the source's port is refused."""
         with pytest.raises(HandoffFailed):
             connect(replace(served.remote, key=bytes(32)), None)
 
@@ -386,7 +387,8 @@ class TestWhoIsLetIn:
 
     @pytest.mark.parametrize("step_s", [10.0, 0.2])
     def test_dawdlers_are_closed_within_two_seconds(self, served: Served, step_s: float) -> None:
-        """The header alone, then nothing, or a byte now and then."""
+        """Connections that send only the header, or a byte now and then, are closed within two
+        seconds."""
         ours = Dialer(bytes(32), wire.PURPOSE, dialer=PULLER, listener=SOURCE, address="x")
         opening = ours.opening
         begin_s = time.monotonic()
@@ -458,11 +460,11 @@ def test_with_certificates_only_a_puller_s_gets_through(
     window.close()
     window.join()
     assert destination.block(3) == served.pool.block(5)
-    with pytest.raises(HandoffFailed):  # knows the key, and is a gateway
+    with pytest.raises(HandoffFailed):  # knows the key, but is a gateway
         describe_remote(remote, tls_of(certificates, "gateway").puller_wrap())
-    with pytest.raises(HandoffFailed):  # knows the key, and speaks plainly
+    with pytest.raises(HandoffFailed):  # knows the key, but uses no TLS
         describe_remote(remote)
-    with pytest.raises(HandoffFailed, match="no TLS"):  # a source that is none
+    with pytest.raises(HandoffFailed, match="no TLS"):  # a source without TLS
         describe_remote(served.remote, tls_of(certificates, "decode").puller_wrap())
     server.close()
 
@@ -471,7 +473,7 @@ def test_with_certificates_only_a_puller_s_gets_through(
 def test_certificates_are_renewed_one_file_after_the_other(
     served: Served, certificates: Path, tmp_path: Path
 ) -> None:
-    """What was good before is shown until the whole pair is there."""
+    """The old pair stays in use until the whole new pair is there."""
     live, fresh = tmp_path / "live", tmp_path / "fresh"
     shutil.copytree(certificates, live)
     fresh.mkdir()
@@ -496,7 +498,7 @@ def test_certificates_are_renewed_one_file_after_the_other(
     for name in ("prefill.crt", "decode.crt"):
         shutil.copyfile(fresh / name, live / name)
         reach(puller)
-    late = tls_of(live, "decode").puller_wrap()  # has never seen a pair that fits
+    late = tls_of(live, "decode").puller_wrap()  # it never loaded a pair that matches
     with pytest.raises(HandoffFailed, match="KEY_VALUES_MISMATCH"):
         reach(late)
     for name in ("prefill.key", "decode.key"):

@@ -26,9 +26,9 @@ from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 
-GATEWAY_S = 1.5  # until a gateway has noticed that an engine is gone
-PEERS_S = 2.0  # and engines, that their peers are
-ENGINE_S = 7.0  # of a gateway: it leaves much unread where it stands still for seconds
+GATEWAY_S = 1.5  # until a gateway detects a lost engine
+PEERS_S = 2.0  # until engines detect lost peers
+ENGINE_S = 7.0  # until an engine detects a lost gateway: a paused one leaves much unread
 SUBNET = "10.231.77"
 HERE, THERE = f"{SUBNET}.1", f"{SUBNET}.2"
 VOCAB_SIZE = 253
@@ -42,7 +42,7 @@ def wire() -> Iterator[Wire]:
 
 @dataclass
 class Cluster:
-    """A prefill node here, a decode node there, a gateway here."""
+    """A prefill node and a gateway on this host, a decode node on the other."""
 
     prefill: NodeProcess
     decode: NodeProcess
@@ -59,7 +59,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(
     wire: Wire, model_dir: Path, *, sizes: tuple[int, int], certs: Path | None = None
 ) -> Iterator[Cluster]:
-    """`sizes`: ranks of the prefill and of the decode engine; mutual TLS with `certs`."""
+    """`sizes`: ranks of the prefill and of the decode engine; `certs`: mutual TLS."""
     own = ("--model", str(model_dir))
     node = (*own, "--load-format", "dummy", "--num-kv-blocks", "300", "--insecure-bind")
 
@@ -144,11 +144,11 @@ async def check_tokens(cluster: Cluster, reference: LocalEngine) -> None:
     await wait_idle(cluster.prefill.address, cluster.decode.address)
 
 
-# --- the wire breaks ------------------------------------------------------------------------------
+# --- network faults -------------------------------------------------------------------------------
 
 
 async def until_linked(cluster: Cluster) -> None:
-    """The two engines with each other, and the gateway with both."""
+    """Wait until the two engines are linked with each other, and the gateway with both."""
     async with asyncio.timeout(20), AsyncClient(cluster.gateway.address) as client:
         while True:
             with contextlib.suppress(Unavailable):

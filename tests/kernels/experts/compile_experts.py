@@ -29,8 +29,8 @@ from baton.kernels.experts.routing_triton import _choose, _order
 from baton.kernels.experts.tiles import Cut, Few, Persistent, Sizes, Tiles, choose_plan
 
 MAX_SHARED_BYTES = 227 << 10
-MOST_SPILLED_BYTES = 128  # of a thread: one version of Triton spills none where the next does
-PTX_VERSION = 87  # that the ptxas of every Triton since 3.6 knows
+MOST_SPILLED_BYTES = 128  # per thread: one version of Triton spills where the next one does not
+PTX_VERSION = 87  # supported by the ptxas of every Triton since 3.6
 SCALINGS = ("", "fp8", "fp8-block")  # as Sizes.weights
 _FLOATS = (
     *("x", "x_scale", "weights", "scale", "out", "out_scale", "router", "quantised"),
@@ -48,18 +48,18 @@ MULTIPLES = ("num_outputs", "num_inputs", "hidden", "inner", "columns")  # of 16
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, its constants, and how it is launched."""
+    """A kernel, its constants, and its launch options."""
 
     name: str
     kernel: Any
     constants: dict[str, Any]
     warps: int
     stages: int = 3
-    types: dict[str, str] = field(default_factory=dict)  # where they differ from POINTERS
+    types: dict[str, str] = field(default_factory=dict)  # types that differ from POINTERS
     has_wgmma: bool = False
 
     def compile(self) -> tuple[str, int]:
-        """PTX, and shared memory in bytes."""
+        """The PTX, and the bytes of shared memory."""
         constants = self.constants | {"PDL": True}
         names = self.kernel.jit.arg_names
         types = POINTERS | self.types | dict.fromkeys(constants, "constexpr")
@@ -156,7 +156,7 @@ def routing_cases() -> list[Case]:
         name = f"choose {tokens}{', ordered' if is_ordered else ''}"
         warps = min(16, max(tokens, 4 if is_ordered else 1))
         cases.append(Case(name, _choose, constants, warps, types={"weights": "*fp32"}))
-        if is_ordered and tokens >= 8:  # fewer are ordered where they are chosen
+        if is_ordered and tokens >= 8:  # fewer tokens are ordered where their experts are chosen
             cases.append(Case(f"order {tokens}", _order, sizes | {"COUNT_BLOCK": 32}, warps))
     return cases
 
@@ -165,7 +165,7 @@ _LOGITS = {"out": "*fp32"}
 
 
 def spills(ptx: str) -> str:
-    """What ptxas prints of registers and spills."""
+    """ptxas's lines about registers and spills."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
@@ -190,7 +190,7 @@ MIXTURES = (Sizes(128, 8, 2048, 768), Sizes(8, 2, 4096, 14_336), Sizes(8, 2, 409
 
 
 def plans_of(sizes: Sizes) -> set[Few | Tiles]:
-    """With those of GPUs that have no persistent programs."""
+    """All plans, also for GPUs without persistent programs."""
     plans = {
         choose_plan(sizes, 2**n, 2, has_programs=has_programs)
         for n in range(15)

@@ -95,7 +95,7 @@ def make_mixture(
 
 
 def exact(weights: StackedWeights, expert: int) -> torch.Tensor:
-    """What an expert's weights mean, in float64."""
+    """An expert's dequantised weights, in float64."""
     if isinstance(weights, Int4Experts):
         return weights.of(expert).dequantised(torch.float64)
     values = weights.values[expert].double()
@@ -106,7 +106,7 @@ def exact(weights: StackedWeights, expert: int) -> torch.Tensor:
 
 
 def expected_of(x: torch.Tensor, mixture: Mixture) -> torch.Tensor:
-    """One expert after the other, in float64."""
+    """The reference in float64, one expert after the other."""
     x = x.double()
     weights, chosen = choose_experts(x @ mixture.router.double().t(), mixture)
     out = torch.zeros_like(x)
@@ -119,7 +119,8 @@ def expected_of(x: torch.Tensor, mixture: Mixture) -> torch.Tensor:
 
 
 def tokens_for(plan: Plan, mixture: Mixture, num_tokens: int) -> torch.Tensor:
-    """As many as asked for, or as few as the plan is for: the interpreter runs one at a time."""
+    """`num_tokens` tokens, or the most that the plan supports: the interpreter computes one at a
+    time."""
     return torch.randn(
         min(num_tokens, 3 if isinstance(plan, Few) else 40), mixture.hidden, device=DEVICE
     )
@@ -144,14 +145,14 @@ def test_a_norm_sums_up_what_experts_gave(num_tokens: int) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("inner", [40, 96])  # 3 and 6 steps of 16, of which 2 are read ahead
+@pytest.mark.parametrize("inner", [40, 96])  # 3 and 6 steps of 16, 2 of which are prefetched
 def test_few_tokens_whose_down_is_read_in_many_steps(inner: int) -> None:
     mixture = make_mixture(6, 3, 40, inner)
     x = torch.randn(2, 40, device=DEVICE)
     assert_close(compute_experts(x, mixture, None, Few(8, 64)), expected_of(x, mixture))
 
 
-NUMBERS = [(6, 2, 1), (6, 1, 5), (3, 3, 3), (5, 3, 18)]  # of experts, chosen ones, tokens
+NUMBERS = [(6, 2, 1), (6, 1, 5), (3, 3, 3), (5, 3, 18)]  # of experts, experts per token, tokens
 
 
 @pytest.mark.parametrize(("numbers", "plan"), half(NUMBERS, PLANS, is_whole=HAS_GPU), ids=str)
@@ -173,7 +174,7 @@ def test_sizes_that_tiles_divide_and_do_not(sizes: tuple[int, int], plan: Plan) 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_all_tokens_with_one_expert(plan: Plan) -> None:
-    """The others have no token, and this one has several tiles."""
+    """Results are right if one expert has all tokens, in several tiles, and the others none."""
     mixture = make_mixture(5, 1)
     mixture.router[3] = mixture.router[3].abs() * 100
     x = tokens_for(plan, mixture, 35).abs()
@@ -229,15 +230,16 @@ FP8_PLANS: list[Plan] = [
         has_fp8_rows=True,
     ),
 ]
-# Of weights that are exact; three bits of activations, twice: each within 2^-4. The interpreter
-# halves a number that is rounded up to a power of two.
+# The weights are exact; activations are rounded to three bits twice, each within 2^-4. The
+# interpreter halves a number that is rounded up to a power of two.
 FP8_NOISE = 0.125 if HAS_GPU else 0.15
-# Hopper's tensor cores keep 14 bits of a sum of FP8 products, at each of the four steps of 128.
+# Hopper's tensor cores keep 14 bits of a sum of FP8 products, in each of the four steps of 128.
 FP8_SUMS = 2**-11 if HAS_GPU else 1e-6
 
 
 def quantised(weights: ExpertWeights, by: str) -> ExpertWeights:
-    """In FP8; rows, columns and experts differ in size so much that a misplaced scale shows."""
+    """Weights in FP8; rows, columns and experts differ in magnitude, so that a misplaced scale
+    shows."""
     made = []
     for matrix in weights.values:
         rows, columns = (torch.exp(torch.randn(n, device=DEVICE)) for n in matrix.shape)
@@ -257,8 +259,8 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-# Without a GPU each plan has one size by rows and one by blocks, with rows in FP8 those that cross
-# borders; the others with it are `slow`.
+# Without a GPU each plan runs at one size by rows and one by blocks, those with FP8 rows at sizes
+# that cross tile borders; the others are `slow`.
 SIZES_AND_PLANS = [
     pytest.param(size, plan, marks=pytest.mark.slow if is_slow and not HAS_GPU else ())
     for number, size in enumerate(SIZES_IN_FP8)
@@ -278,7 +280,7 @@ def test_weights_in_fp8(size: tuple[str, int, int], plan: Plan) -> None:
 
 
 def groups_of(x: torch.Tensor) -> Fp8Groups:
-    """Quantised by torch."""
+    """Rows quantised by torch."""
     like = BlockScaled(torch.empty(1, x.shape[1]), torch.empty(0))
     made = quantise_activations(x, like)
     return Fp8Groups(made.data, made.scale.contiguous())
@@ -337,21 +339,22 @@ def test_persistent_programs_give_the_bits_of_tiles(
         for name, part in parts.items()
     }
     local = dataclasses.replace(mixture, first=10, **half_of_it)
-    # Experts without rows, with some, and (the others' programs) with several tiles.
+    # Experts without rows, with some, and (of other programs) with several tiles.
     many = 3000 if plan.is_wide else 300
     for some, num_tokens in itertools.product((mixture, local), (1, 9, 64, many)):
         x = torch.randn(num_tokens, hidden, device=DEVICE, dtype=dtype)
         expected = compute_experts(x, some, None, plan.tiles)
-        for _ in range(20):  # programs wait for each other's stages: a race is not there each time
+        for _ in range(20):  # programs wait for each other's stages: races are rare
             assert torch.equal(compute_experts(x, some, None, plan), expected)
 
 
 @pytest.mark.parametrize(("first", "num_local"), [(0, 5), (1, 3)])
-@pytest.mark.parametrize("num_programs", [2, 7, 50])  # the most have no block of an own tile
+@pytest.mark.parametrize("num_programs", [2, 7, 50])  # at 50 some have no block of an own tile
 def test_persistent_programs_have_each_block_with_rows_once(
     num_programs: int, first: int, num_local: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And beside these, of experts that there are, each its first one at most."""
+    """Each block with rows is computed once; besides, a program may compute its first block without
+    rows, of an existing expert."""
     from baton.kernels.experts import fp8_experts_gluon as experts
 
     whole, per_tile = make_mixture(5, 2), 2
@@ -401,7 +404,7 @@ def make_int4_mixture(
     inner: int = 128,
     group_size: int = 64,
 ) -> Mixture:
-    """Any numbers and zeros, and scales of very different sizes, which two bytes hold."""
+    """Random int4 values and zeros, and scales of very different sizes that fit two bytes."""
     mixture, parts = make_mixture(num_experts, num_chosen, hidden, inner), []
     for outputs, inputs in ((2 * inner, hidden), (hidden, inner)):
         made = Int4Experts.empty(num_experts, outputs, inputs, group_size, DEVICE)
@@ -428,12 +431,13 @@ def part_of(
     return Int4Experts(weights.data[experts, chunks, outputs].contiguous(), groups.contiguous())
 
 
-INT4_SIZES = [(384, 128, 32), (128, 256, 64), (256, 128, 128)]  # hidden, inner, of groups
+INT4_SIZES = [(384, 128, 32), (128, 256, 64), (256, 128, 128)]  # hidden, inner, group size
 
 
 @pytest.mark.parametrize(("sizes", "plan"), half(INT4_SIZES, INT4_PLANS, is_whole=HAS_GPU), ids=str)
 def test_weights_in_int4(sizes: tuple[int, int, int], plan: Tiles) -> None:
-    """Outputs that tiles divide and do not, rows that fill tiles and do not."""
+    """Results are right for outputs that are and are not multiples of tiles, and rows that fill
+    tiles or not."""
     hidden, inner, group_size = sizes
     mixture = make_int4_mixture(4, 2, hidden, inner, group_size)
     x = torch.randn(19, hidden, device=DEVICE)
@@ -468,7 +472,8 @@ def test_all_tokens_with_one_expert_in_int4() -> None:
 
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_parts_of_ranks_in_int4_add_up(is_whole: bool) -> None:
-    """Some experts whole, or some of each one's inner dimension."""
+    """Ranks' results sum to the whole if each has some whole experts, or a part of every expert's
+    inner dimension."""
     whole = make_int4_mixture(4, 2, 128, 256, 32)
     x = torch.randn(5, 128, device=DEVICE)
     total = torch.zeros_like(x)
@@ -550,10 +555,10 @@ def test_whatever_the_logits_are_each_choice_is_an_expert_of_its_own() -> None:
 @pytest.mark.parametrize("tile_rows", [4, 16])
 @pytest.mark.parametrize("has_own_tiles", [False, True])
 def test_order(num_tokens: int, tile_rows: int, has_own_tiles: bool) -> None:
-    """Each pair once, by expert and in the order of tokens, under tiles that cover them."""
+    """Each pair occurs once, ordered by expert and token, in tiles that cover all pairs."""
     mixture = make_mixture(6, 2)
     logits = torch.randn(num_tokens, 6, device=DEVICE)
-    logits[:, 2] = -9.0  # nobody's
+    logits[:, 2] = -9.0  # no token
     has_own = {"has_own_tiles": has_own_tiles}
     choice, order = choose_and_order(logits[None], mixture, None, tile_rows, **has_own)
     flat = choice.chosen.flatten().tolist()
@@ -566,7 +571,7 @@ def test_order(num_tokens: int, tile_rows: int, has_own_tiles: bool) -> None:
     if has_own_tiles:
         assert [expert for expert, _, _ in tiles[:6]] == list(range(6))
         assert all(first == end for expert, first, end in tiles if expert in (2, 8))
-        # Tiles that are nobody's have no rows either.
+        # Tiles without an expert have no rows either.
         tiles = sorted(tile for tile in tiles if tile[1] < tile[2])
     for expert, first, end in tiles:
         if expert < 6:
@@ -626,7 +631,7 @@ def test_few_rows_an_expert_have_wide_tiles_by_persistent_programs_alone(
 
 @pytest.mark.parametrize("weights", ["", "fp8", "int4"])
 def test_a_part_of_the_experts_has_the_plans_of_all(weights: str) -> None:
-    """Each has as many rows, wherever the others are."""
+    """The plan depends on the rows per expert, wherever the other experts are."""
     router = torch.zeros(64, 512)
     whole = dataclasses.replace(make_mixture(64, 4, 512, 128), router=router)
     part = dataclasses.replace(make_mixture(8, 4, 512, 128), router=router, first=16)
@@ -639,7 +644,7 @@ def test_a_part_of_the_experts_has_the_plans_of_all(weights: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_products_compile_without_a_gpu() -> None:
-    """Whatever plan is in the table: next to no registers are spilled, shared memory suffices."""
+    """No plan of the table spills more than a few registers or exceeds the shared memory."""
     program = Path(__file__).with_name("compile_experts.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     ended = subprocess.run(

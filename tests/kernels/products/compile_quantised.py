@@ -200,7 +200,7 @@ def int4_streamed(
 
 
 def assert_read(ptx: str) -> None:
-    """What wgmma does not wait for may still be read when TMA fills the stage anew."""
+    """Check that wgmma has read a stage before TMA refills it."""
     for before in ptx.split("mbarrier.arrive.shared::cta.b64 _")[:-1]:
         _, is_multiplied, behind = before.rpartition("wgmma.mma_async")
         assert not is_multiplied or "ld.shared" not in behind, "a stage is given back while read"
@@ -269,7 +269,7 @@ def wide_tiles(is_gated: bool, scaling: int) -> None:
     options = {"num_warps": 4, "maxnreg": wide_tiles_gluon._REGISTERS}
     ptx = compiled(wide_tiles_gluon._wide_tiles, constants, types, options, GluonASTSource)
     kind = "k32.f32.e4m3.e4m3" if scaling else "k16.f32.bf16.bf16"
-    # Each of the two groups of warps has its own.
+    # Each of the two warp groups has its own instructions.
     assert ptx.count(f"wgmma.mma_async.sync.aligned.m64n128{kind}") == 2 * 2 * 4
 
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from baton.kernels.products.streamed_product import Stages
 from baton.kernels.products.streamed_product_gluon import _streamed_product, cost
 
-# Rows, stages, whether it is gated, ranks that it is sent to, from one's part to the next one's.
+# Rows, stages, whether gated, ranks that receive the output, distance of their parts.
 CASES = [
     (64, Stages(32, 128, 9, 3), False, 1, 0),
     (64, Stages(64, 128, 6, 4), False, 1, 0),
@@ -26,7 +26,7 @@ CASES = [
     (128, Stages(128, 64, 4, 3), True, 1, 0),
     (128, Stages(64, 128, 4, 3), False, 4, 2048),
 ]
-_SHARED_BYTES = 227 << 10  # that a program may have
+_SHARED_BYTES = 227 << 10  # available to a program
 
 
 def boxes(*box: int) -> str:
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     cases = [CASES[int(number)] for number in sys.argv[1:]]
     for case in cases:
         ptx = compile_for_hopper(*case)
-        # The warp that fills stages is the last in the text; what is sent waits, too.
+        # The warp that fills stages is the last one in the PTX; kernels that send wait, too.
         weight_asked, waited = ptx.index("cp.async.bulk.tensor"), ptx.rindex("griddepcontrol.wait")
         assert weight_asked < waited, "the weight waits for what is in front"
         assert "wgmma" in ptx

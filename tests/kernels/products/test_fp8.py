@@ -65,7 +65,7 @@ DTYPES = [torch.float32, torch.bfloat16] if HAS_GPU else [torch.float32]
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 KINDS = [RowScaled, BlockScaled]
-# Of both, quantised: half a unit in the last of three bits is 1/16 of a number, at most.
+# With both operands quantised: half a unit in the last of three bits is at most 1/16 of a number.
 FP8_NOISE = 0.045
 KERNEL_NOISE = FP8_NOISE if HAS_GPU else 0.1
 
@@ -80,7 +80,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def weight_of(kind: type[Fp8Weight], outputs: int, inputs: int) -> Fp8Weight:
-    """Rows and columns of very different sizes, so that a scale in the wrong place shows."""
+    """A weight whose rows and columns differ in magnitude, so that a misplaced scale shows."""
     sizes = torch.exp(randn(outputs, 1)) * torch.exp(randn(1, inputs))
     weight = randn(outputs, inputs) * sizes
     make = quantise_blocks if kind is BlockScaled else quantise_rows
@@ -88,12 +88,12 @@ def weight_of(kind: type[Fp8Weight], outputs: int, inputs: int) -> Fp8Weight:
 
 
 def activations(kind: type[Fp8Weight], rows: int, inputs: int, dtype: torch.dtype) -> Fp8Rows:
-    """Quantised by torch, with room as kernels have it."""
+    """Rows quantised by torch, padded like those of kernels."""
     weight = kind(torch.empty(1, inputs, dtype=FP8, device=DEVICE), torch.empty(0))
     x = (randn(rows, inputs) * torch.exp(randn(rows, 1))).to(dtype)
     made, out = quantise_activations(x, weight), Fp8Rows.empty(rows, weight, x)
     data, scale = out.with_room
-    data.copy_(torch.full(data.shape, torch.nan))  # nobody's rows
+    data.copy_(torch.full(data.shape, torch.nan))  # the padding
     scale.fill_(torch.nan)
     out.data.copy_(made.data)
     out.scale.copy_(made.scale)
@@ -101,13 +101,13 @@ def activations(kind: type[Fp8Weight], rows: int, inputs: int, dtype: torch.dtyp
 
 
 def quantised(x: torch.Tensor, weight: Fp8Weight) -> Fp8Rows:
-    """By torch, with the scales that kernels take for the product with `weight`."""
+    """x quantised by torch, with the kind of scales that the GEMM with `weight` takes."""
     like = BlockScaled(weight.data, weight.scale) if takes_groups(x, weight) else weight
     return quantise_activations(x, like)
 
 
 def product(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """In double, of what both mean."""
+    """The product of the dequantised operands, in float64."""
     found = torch.nn.functional.linear(x.double(), weight.dequantised(torch.float64))
     return found + (0 if bias is None else bias.double())
 
@@ -146,7 +146,7 @@ def test_few_rows(
     bias = randn(outputs, dtype=dtype) if has_bias else None
     found = fp8_few_rows(x, weight, bias, Fp8Tiling(64, 3))
     assert found.dtype == dtype
-    # Matrix units add up 128 inputs with fewer bits than float32 has.
+    # Tensor cores sum 128 inputs with fewer bits than float32.
     limit = 1e-3 if HAS_GPU and dtype == torch.float32 else None
     close(found, product(x.dequantised(torch.float64), weight, bias), limit)
 
@@ -191,7 +191,7 @@ def test_norms_quantise_as_if_behind(dim: int, kind: type[Fp8Weight], dtype: tor
 @pytest.mark.parametrize("reader", [None, *KINDS])
 def test_norms_scale_what_they_add(reader: type[Fp8Weight] | None, dtype: torch.dtype) -> None:
     x, residual, scales = (randn(7, 320, dtype=dtype) for _ in range(3))
-    # Powers of 2: what is scaled is rounded as it was.
+    # Powers of 2: scaled values are rounded like the original ones.
     of_rows, of_outputs = (torch.exp2(torch.randint(-3, 4, (n,))).to(DEVICE) for n in (7, 320))
     scaled = (x * of_rows[:, None] * of_outputs).to(dtype)
     weight = None if reader is None else weight_of(reader, 128, 320)
@@ -213,9 +213,9 @@ def test_norms_scale_what_they_add(reader: type[Fp8Weight] | None, dtype: torch.
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_what_is_no_number_stays_in_its_row(kind: type[Fp8Weight], rows: int) -> None:
-    """A broken request must be seen to be broken, and break no other."""
+    """A NaN or inf shows in the results of its row, and in no other row."""
     weight, x = weight_of(kind, 128, 256), randn(rows, 256)
-    # The interpreter makes a number of what is none.
+    # The interpreter turns NaN into a number.
     for broken in (torch.inf, torch.nan) if HAS_GPU else (torch.inf,):
         x[rows - 1, 130] = broken
         found = TritonOps().linear(x, weight, None)
@@ -229,10 +229,11 @@ def test_what_is_no_number_stays_in_its_row(kind: type[Fp8Weight], rows: int) ->
 def test_operations_are_those_of_the_reference(
     rows: int, kind: type[Fp8Weight], dtype: torch.dtype
 ) -> None:
-    """From floats to floats: what is quantised on the way is quantised alike."""
+    """From floats to floats, operations equal the reference's, including intermediate
+    quantisation."""
     x, triton_ops, reference = randn(rows, 256, dtype=dtype), TritonOps(), ops.Ops()
     gate_up, down = weight_of(kind, 256, 256), weight_of(kind, 96, 128)
-    limit = 1e-2 if HAS_GPU else KERNEL_NOISE if rows > 1 else 0.4  # of one number halved
+    limit = 1e-2 if HAS_GPU else KERNEL_NOISE if rows > 1 else 0.4  # one halved number
     found = triton_ops.linear(x, gate_up, None)
     close(found, reference.linear(quantised(x, gate_up), gate_up, None).double(), limit)
     x = x / 50
@@ -240,7 +241,7 @@ def test_operations_are_those_of_the_reference(
     assert isinstance(gated, Fp8Rows)
     expected = reference.gated_linear(quantised(x, gate_up), gate_up, None)
     assert isinstance(expected, torch.Tensor)
-    # Where sums are rounded differently, the nearest numbers in FP8 are others, too.
+    # Where sums are rounded differently, so may be the nearest FP8 numbers.
     floats = quantised(expected, down).dequantised(torch.float64)
     close(gated.dequantised(torch.float64), floats, max(limit, FP8_NOISE))
     expected = reference.linear(gated, down, None)
@@ -251,7 +252,8 @@ def test_operations_are_those_of_the_reference(
     "name", [pytest.param("compressed, channel", marks=pytest.mark.slow), "block"]
 )
 def test_a_model_computes_what_its_reference_does(tmp_path: Path, name: str) -> None:
-    """All of a decoder's layers, in both sets of operations, from one checkpoint."""
+    """All of a decoder's layers, from one checkpoint, give the same results with both sets of
+    operations."""
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "vocab_size": 60}
     write_fp8_checkpoint(tmp_path, name, num_attention_heads=2, **sizes)
     config = read_model_config(tmp_path)
@@ -275,7 +277,7 @@ def test_a_model_computes_what_its_reference_does(tmp_path: Path, name: str) -> 
             attention.plan(AttentionMetadata([len(ids)], [len(ids)], [[1]], 16 + positions, 0))
             hidden = model.forward(ids, positions, 16 + positions, attention)
             outputs.append(torch.nn.functional.linear(hidden, model.lm_head.weight))
-        limit = 0.05 if HAS_GPU else 0.3  # what is wrong is above 1
+        limit = 0.05 if HAS_GPU else 0.3  # errors would be above 1
         close(outputs[1], outputs[0].double(), limit)
 
 
@@ -291,7 +293,7 @@ def no_table_is_kept() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_table_is_kept")
 def test_what_was_measured_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the ways that there are, the fastest for the nearest shape, for as many rows or more."""
+    """The choice is the fastest measured way for the nearest shape, with at least as many rows."""
 
     def row(size: int, rows: int, kind: str, us: float, **way: int) -> dict[str, object]:
         shape = {"weight": "row", "rows": rows, "outputs": size, "inputs": 4096}
@@ -329,7 +331,8 @@ KERNELS = ("streamed", "turned", "few_rows", "quantise", "norm", "experts", "wid
 
 @pytest.mark.parametrize("options", [("--first",), pytest.param((), marks=pytest.mark.slow)])
 def test_the_kernels_compile_without_a_gpu(options: tuple[str, ...]) -> None:
-    """With whatever Triton is installed: Gluon's interface is not settled."""
+    """The kernels compile with the installed version of Triton, since Gluon's interface is not
+    stable."""
     program = Path(__file__).with_name("compile_quantised.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(program), *KERNELS, *options]
@@ -341,7 +344,7 @@ def test_the_kernels_compile_without_a_gpu(options: tuple[str, ...]) -> None:
 
 
 def test_stages_fit_into_shared_memory() -> None:
-    """Beside the scales of inputs as large models have them."""
+    """Stages fit into shared memory beside the input scales of large models."""
     fitting = importlib.import_module("baton.kernels.products.fp8_streamed_gluon").fitting
     for stages in (Fp8Stages(32, 2, 8, 6), Fp8Stages(128, 2, 3, 3, is_turned=True)):
         for room, groups in itertools.product((16, 32, 64), (0, 32, 128, 256, 512)):
@@ -403,7 +406,7 @@ WIDE_STAGES = [
 def test_streamed_tiles_of_rows(
     outputs: int, inputs: int, rows: int, stages: Fp8Stages, has_bias: bool
 ) -> None:
-    """Of more than 64, whole or as summands of shares of the inputs."""
+    """Products of more than 64 rows are right, whole or split over the inputs."""
     weight = weight_of(BlockScaled, outputs, inputs)
     x = activations(BlockScaled, rows, inputs, torch.bfloat16)
     bias = randn(outputs, dtype=torch.bfloat16) if has_bias else None
@@ -438,7 +441,7 @@ def test_blocks_products_are_summed_up_by_their_norm(rows: int, has_bias: bool) 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 5, 48, 100])
 def test_chains_in_a_graph_follow_their_inputs(kind: type[Fp8Weight], rows: int) -> None:
-    """Behind norms and one another, replayed: nothing is read before it is written."""
+    """In a replayed graph of norms and GEMMs no input is read before it is written."""
     triton_ops = TritonOps()
     weights = [
         kind(*(quantise_blocks if kind is BlockScaled else quantise_rows)(randn(1024, 1024)))
@@ -469,7 +472,7 @@ def test_chains_in_a_graph_follow_their_inputs(kind: type[Fp8Weight], rows: int)
         x.normal_()
         graph.replay()
         assert torch.equal(found, run(triton_ops))
-        close(found, by_torch().double(), 0.1)  # bfloat16's rounding, requantised six times
+        close(found, by_torch().double(), 0.1)  # rounding of bfloat16, quantised six times
 
 
 @pytest.mark.gpu
@@ -484,7 +487,7 @@ def test_all_ways_on_a_gpu(
     weight, x = weight_of(kind, outputs, inputs), activations(kind, rows, inputs, torch.bfloat16)
     bias = randn(outputs, dtype=torch.bfloat16) if has_bias else None
     expected = product(x.dequantised(torch.float64), weight, bias)
-    limit = 3e-2  # of 14 bits, in which torch has rows' products added up
+    limit = 3e-2  # torch accumulates products of rows in 14 bits
     if can_scale(x, weight):
         close(scaled_mm(x, weight, bias), expected, limit)
     close(multiply(x, weight, bias), expected, limit)

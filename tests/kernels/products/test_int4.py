@@ -48,7 +48,7 @@ def seeded() -> None:
 def numbers_of(
     outputs: int, inputs: int, group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Any numbers and zeros, and scales of very different sizes, which two bytes hold."""
+    """Random int4 values and zeros, and scales of very different sizes that fit two bytes."""
     groups = (outputs, inputs // group_size)
     numbers = torch.randint(0, 16, (outputs, inputs), device=DEVICE, dtype=torch.uint8)
     zero = torch.randint(0, 17, groups, device=DEVICE, dtype=torch.uint8)
@@ -67,7 +67,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def product(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """In double, of what both mean."""
+    """The product of the dequantised operands, in float64."""
     found = torch.nn.functional.linear(x.double(), weight.dequantised(torch.float64))
     return found + (0 if bias is None else bias.double())
 
@@ -153,7 +153,7 @@ def test_int4_product(
     weight, x = weight_of(outputs, inputs, group_size), randn(rows, inputs, dtype=dtype)
     bias = randn(outputs, dtype=dtype) if has_bias else None
     expected = product(x, weight, bias)
-    for _ in range(2):  # what adds up the shares leaves nothing behind
+    for _ in range(2):  # partial sums must leave no state behind
         close(int4_product(x, weight, bias, tiling), expected)
     assert not weight.turns.any()
 
@@ -187,7 +187,8 @@ def test_more_rows_than_a_program_has() -> None:
 
 @pytest.mark.parametrize("shares", [1, 3])
 def test_a_row_does_not_depend_on_the_others(shares: int) -> None:
-    """Neither on what they hold nor, among as many as share a tile, on how many they are."""
+    """A row depends neither on other rows' values nor, among counts that share a tile, on their
+    number."""
     weight, x = weight_of(64, 384), randn(16, 384, dtype=DTYPES[-1])
     tiling = Int4Tiling(64, shares, 3)
     together = int4_product(x, weight, None, tiling)

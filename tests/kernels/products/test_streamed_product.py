@@ -1,4 +1,4 @@
-"""GEMMs that load their weight early: the choice on any machine, the kernel on Hopper GPUs."""
+"""GEMMs that prefetch their weight: the choice on any machine, the kernel on Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -164,7 +164,8 @@ ALL_CASES = tuple(str(number) for number in range(11))
     "cases", [("3", "4", "7", "9"), pytest.param(ALL_CASES, marks=pytest.mark.slow)]
 )
 def test_the_kernel_compiles_without_a_gpu(cases: tuple[str, ...]) -> None:
-    """With whatever Triton is installed: Gluon's interface is not settled."""
+    """The kernel compiles with the installed version of Triton, since Gluon's interface is not
+    stable."""
     program = Path(__file__).with_name("compile_streamed_product.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(program), *cases]
@@ -178,12 +179,12 @@ def test_the_kernel_compiles_without_a_gpu(cases: tuple[str, ...]) -> None:
 def operands(
     num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, has_bias: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Vectors, weight, bias and the product, in double."""
+    """Vectors, weight, bias and the product, in float64."""
     torch.manual_seed(num_rows)
     x, weight = (vectors(n, num_inputs, dtype) for n in (num_rows, num_outputs))
     weight /= num_inputs**0.5
     whole = torch.as_strided(x, (room_of(num_rows), num_inputs), x.stride())
-    whole[num_rows:] = torch.nan  # nobody's rows
+    whole[num_rows:] = torch.nan  # the padding
     bias = vectors(1, num_outputs, dtype)[0] if has_bias else None
     expected = torch.nn.functional.linear(x.double(), weight.double())
     return x, weight, bias, expected + (0 if bias is None else bias.double())
@@ -269,7 +270,8 @@ def test_gated_products_of_many_rows(
 def test_shares_add_up_to_the_product(
     num_outputs: int, num_inputs: int, room: int, stages: Stages, has_bias: bool
 ) -> None:
-    """Also with fewer steps than shares, and of any row alone."""
+    """The shares sum to the product, also with fewer steps than shares, and a row's sum is the same
+    alone."""
     from baton.kernels.products.streamed_product_gluon import streamed_summands
 
     for num_rows in (room - 27, room):
@@ -312,7 +314,7 @@ def test_the_norm_adds_up_what_models_take(num_outputs: int, num_rows: int) -> N
 def test_what_is_sent_lies_where_it_is_added_up(
     num_ranks: int, in_parts: bool, num_outputs: int, num_rows: int, dtype: torch.dtype
 ) -> None:
-    """All words of all ranks' slots, which one GPU plays: nothing lies anywhere else."""
+    """All words of all ranks' slots are written, and no others; one GPU plays all ranks."""
     from baton.kernels.products.streamed_product_gluon import send_streamed_product
 
     memories = [
@@ -332,7 +334,7 @@ def test_what_is_sent_lies_where_it_is_added_up(
     for rank in range(num_ranks):
         x, weight, bias, _ = operands(num_rows, num_outputs, 256, dtype, has_bias=rank == 0)
         x.abs_().mul_(1e-3)
-        weight[5] = -6e-8  # in float16 what comes of it is minus zero, which may not be sent
+        weight[5] = -6e-8  # rounds to -0 in float16, which must not be sent
         stages = choose_stages(x, weight, is_gated=False) or Stages(64, 128, 4, 3)
         assert num_rows > 64 or stages == choose_stages(x, weight, is_gated=False)
         send_streamed_product(x, weight, bias, stages, Exchange(bases, rank), in_parts=in_parts)
@@ -351,7 +353,7 @@ def test_what_is_sent_lies_where_it_is_added_up(
     ("num_rows", "stages"), [(48, Stages(32, 128, 9, 3)), (112, Stages(64, 128, 4, 4))]
 )
 def test_chains_of_products_follow_their_inputs(num_rows: int, stages: Stages) -> None:
-    """Behind norms and one another, replayed: nothing is read before it is written."""
+    """In a replayed graph of norms and GEMMs no input is read before it is written."""
     torch.manual_seed(0)
     weights = [vectors(4096, 4096) for _ in range(6)]
     scales = torch.rand(4096, device="cuda", dtype=torch.bfloat16)

@@ -52,7 +52,7 @@ def counted(prompt: list[int], output: list[int]) -> TokenCounts:
 def test_bias_repetition_and_min_tokens_equal_transformers(
     seed: int, prompt: list[int], output: list[int], repetition: float, bias: float
 ) -> None:
-    # From 1 on: transformers 5.17 refuses to bias token 0.
+    # From 1 on: transformers 5.17 rejects a bias of token 0.
     biased, forbidden = [1 + seed % (VOCAB_SIZE - 8), 8 + seed % (VOCAB_SIZE - 8)], [3, 11]
     processors = LogitsProcessorList(
         [
@@ -105,14 +105,14 @@ def test_filters_keep_what_transformers_keep(
     rows = [SampleSpec(params, token_key(seed, 0, i)) for i in range(300)]
     drawn = set(sample(logits.expand(300, -1), rows)[0].tolist())
     outside = [token_id for token_id in drawn if not kept[token_id]]
-    # Rounding may decide about the one token at a filter's edge, about no other.
+    # Rounding may move the one token at a filter's edge, and no other.
     assert len(outside) <= 1
     if kept.sum() == 1:
         assert drawn == {int(logits.argmax())} | set(outside)
 
 
 def reference_probs(logits: np.ndarray, prompt: list[int], output: list[int]) -> np.ndarray:
-    """Bias, penalties, a forbidden token, temperature 0.8, min-p 0.05, top-k 12: in this order."""
+    """Bias, penalties, a forbidden token, temperature 0.8, min-p 0.05, top-k 12, in this order."""
     mu = logits.astype(np.float64)
     mu[5] += 2.5
     for j in {*prompt, *output}:
@@ -259,7 +259,7 @@ def test_what_is_not_allowed_is_impossible_and_all_else_unchanged(
 
 
 def mask_of(allowed: set[int]) -> NDArray[np.int32]:
-    """Bit i % 32 of word i // 32, by Python's integers."""
+    """Bit i % 32 of word i // 32, by Python integers."""
     whole = sum(1 << token_id for token_id in allowed)
     words = [whole >> shift & 0xFFFFFFFF for shift in range(0, VOCAB_SIZE, 32)]
     return np.array(words, np.uint32).view(np.int32)
@@ -278,7 +278,8 @@ def test_tokens_behind_a_masks_end_are_not_allowed() -> None:
 
 
 def test_a_mask_comes_behind_everything_else() -> None:
-    """A bias cannot bring back what is not allowed; filters judge what is left."""
+    """The mask is applied last: a bias cannot restore a masked token, and filters see what is
+    left."""
     logits = torch.tensor([[5.0, 4.0, 3.0, 0.0]])
     params = SamplingParams(top_k=1, top_p=0.5, min_p=0.5, logit_bias=((0, 100.0),))
     for key in range(20):
@@ -289,7 +290,7 @@ def test_a_mask_comes_behind_everything_else() -> None:
 
 
 def test_what_filters_is_asked_for() -> None:
-    """Rows that need no more than noise are not filtered at all."""
+    """Rows that need only noise are not filtered."""
     logits = random_logits(8, 1)
     for name, one in SAMPLING.items():
         if (kind := one.field.schema.get("type")) in ("number", "integer"):

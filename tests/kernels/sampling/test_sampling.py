@@ -45,7 +45,7 @@ def test_noise_is_gumbel_of_the_mixed_key(key: int) -> None:
     noise = sampling.gumbel_noise(torch.tensor([sampling.as_signed(key)]), 200)
     assert noise.isfinite().all()
     expected = reference_noise(key, 200)
-    # 1 - v is rounded to 2**-25, which weighs most where the noise is least: d log(E) = dE / E.
+    # 1 - v is rounded to 2**-25, which matters most where the noise is smallest: d log(E) = dE / E.
     exponential = np.exp(-expected)
     allowed = 4e-6 + 1e-5 * np.abs(expected) + 2.0**-24 * np.exp(exponential) / exponential
     assert (np.abs(noise[0].numpy() - expected) <= allowed).all()
@@ -63,14 +63,14 @@ def test_noise_is_finite_at_both_ends_of_the_uniform(monkeypatch: pytest.MonkeyP
 def reference_probs(
     logits: np.ndarray, temperature: float, top_k: int | None, top_p: float
 ) -> np.ndarray:
-    """The distribution to draw from, by sorting in plain Python."""
+    """The expected distribution, by sorting in plain Python."""
     scaled = logits.astype(np.float64) / temperature
     weights = np.exp(scaled - scaled.max())
     order = sorted(range(len(weights)), key=lambda i: -weights[i])
     kept = order if top_k is None else order[:top_k]
     total, before, nucleus = sum(weights[i] for i in kept), 0.0, []
     for i in kept:
-        if nucleus and top_p < 1 and before >= top_p * total:  # 1 keeps what rounding would not
+        if nucleus and top_p < 1 and before >= top_p * total:  # 1 keeps what rounding would drop
             break
         nucleus.append(i)
         before += weights[i]
@@ -107,7 +107,7 @@ def test_tokens_follow_the_filtered_distribution(
     expected = probs[probs > 0] * num_draws
     chi_square = ((counts[probs > 0] - expected) ** 2 / expected).sum()
     freedom = len(expected) - 1
-    # Mean f, deviation sqrt(2 f): five deviations, and the draws are the same in every run.
+    # Mean f, deviation sqrt(2 f): five deviations; the draws are the same in every run.
     assert chi_square <= freedom + 5 * np.sqrt(2 * freedom)
 
 
@@ -127,7 +127,7 @@ def test_chi_square_would_notice_a_wrong_temperature() -> None:
     st.floats(0.01, 1.0),
     st.floats(0.1, 2.0),
 )
-@example(0, None, 1.0, 0.125)  # the last tokens have less than a rounding error of a whole
+@example(0, None, 1.0, 0.125)  # the last tokens sum to less than rounding error
 @example(0, None, 1.0 - 1e-12, 0.125)  # 1 in float32
 def test_filters_keep_what_the_reference_keeps(
     seed: int, top_k: int | None, top_p: float, temperature: float
@@ -138,8 +138,8 @@ def test_filters_keep_what_the_reference_keeps(
         scaled, torch.tensor([min(top_k or 30, 30)]), torch.tensor([top_p], dtype=torch.float32)
     )[0]
     wanted = reference_probs(logits, temperature, top_k, top_p)
-    # Rounding may decide about the one token at the edge of the nucleus, and about those of a tail
-    # that is smaller than its errors, about no other.
+    # Rounding may move the one token at the edge of the nucleus, and those of a tail smaller than
+    # its error, and no other.
     is_differing = kept.isfinite().numpy() != (wanted > 0)
     differing = np.sort(reference_probs(logits, temperature, top_k, 1.0)[is_differing])
     assert differing[:-1].sum() < 1e-6

@@ -1,4 +1,4 @@
-"""An adapter is served if every engine has it; engines are simulated by the test."""
+"""An adapter is served if every engine has loaded it; the test plays the engines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ONE, TWO = "1" * 32, "2" * 32
 
 
 class World:
-    """Engines whose answers the test gives."""
+    """Engines whose responses the test sets."""
 
     def __init__(self) -> None:
         self.table = EngineTable(PrefixMirror(FakeClock()))

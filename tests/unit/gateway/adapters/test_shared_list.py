@@ -1,4 +1,6 @@
-"""Gateways that share their adapters over a list that the test can lose or fill with junk."""
+"""Gateways that share their list of adapters through Redis, whose data the test can lose or
+corrupt.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ SECRET = ClusterSecret("secret")
 
 
 class PlayedRedis(RedisClient):
-    """The commands that the list needs."""
+    """The Redis commands that the list needs."""
 
     def __init__(self) -> None:
         super().__init__("redis://localhost", "test", SECRET)
@@ -62,7 +64,7 @@ class PlayedRedis(RedisClient):
 
 
 class Gateway:
-    """With one engine, whose answers the test gives."""
+    """A gateway with one engine, whose responses the test sets."""
 
     def __init__(self, redis: PlayedRedis) -> None:
         self.shared = SharedList(redis, "base")
@@ -77,7 +79,7 @@ class Gateway:
         self.registry._note(name, Adapter(name, digest, path))
 
     async def begin_load(self) -> asyncio.Task[Adapter]:
-        """Of sql, until the engine has answered."""
+        """Start to load adapter `sql`; it stays pending until the engine has responded."""
         loading = asyncio.create_task(self.registry.load("sql", "/sql"))
         await asyncio.sleep(0)
         return loading
@@ -91,7 +93,7 @@ class Gateway:
 
 
 async def exchanged(*gateways: Gateway) -> dict[str, str]:
-    """What all of them serve, once each has looked twice."""
+    """The adapters that all gateways serve, after each gateway has read the list twice."""
     found = [await one.exchange() for _ in range(2) for one in gateways][-len(gateways) :]
     assert all(one == found[0] for one in found)
     return found[0]
@@ -119,7 +121,7 @@ async def test_what_was_unloaded_stays_so_whoever_was_away() -> None:
     first.registry.unload("sql")
     redis.is_away = True
     assert await second.exchange() == {"sql": ONE}, "it goes on with what it knows"
-    redis.is_away, redis.value = False, b""  # it has lost all
+    redis.is_away, redis.value = False, b""  # all data is lost
     await second.exchange()
     assert await exchanged(first, second, Gateway(redis)) == {}
 
@@ -202,7 +204,8 @@ async def test_junk_is_no_adapter(junk: bytes) -> None:
 async def test_what_changed_here_while_redis_answered_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its answer is older: it has what another gateway unloaded, and this one has loaded again."""
+    """A stale response of Redis does not undo a local change: it lists an adapter that another
+    gateway unloaded and this one has loaded again."""
     redis = PlayedRedis()
     first, second = Gateway(redis), Gateway(redis)
     first.load("sql")
@@ -214,7 +217,7 @@ async def test_what_changed_here_while_redis_answered_holds(
 
     async def answer_late(*commands: Command, is_strict: bool = True) -> list[Any]:
         answers = await run(*commands, is_strict=is_strict)
-        if commands[0][0] == "EXPIRE":  # the last of an exchange
+        if commands[0][0] == "EXPIRE":  # the last command of an exchange
             monkeypatch.undo()
             first.registry.unload("sql")
             first.load("sql", TWO)

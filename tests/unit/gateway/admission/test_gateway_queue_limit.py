@@ -40,7 +40,8 @@ class Outbox:
 
 
 class Cluster:
-    """Prefill engines and what is asked of them. `rates`: tokens/s, which they publish."""
+    """Prefill engines and the requests sent to them. `rates`: tokens/s that each engine
+    publishes."""
 
     def __init__(self, **rates: float | None) -> None:
         self.clock = FakeClock()
@@ -99,18 +100,19 @@ class Cluster:
 
 def test_a_wait_is_what_is_ahead_and_its_own_by_the_engines_cost() -> None:
     cluster = Cluster(p=1000)
-    assert cluster.wait_s(500) == 0  # nothing is ahead
+    assert cluster.wait_s(500) == 0  # the queue is empty
     cluster.dispatch("p", "second", 1500)
     assert cluster.wait_s(500) == pytest.approx(2.0)
     assert cluster.wait_s(500, p=400) == pytest.approx(1.6)
     cluster.costs["p"] = linear_cost(0.25, 0.001)
-    cluster.beat("p", 3500, by_caller={ME: 3500})  # other gateways' too
-    assert cluster.wait_s(500) == pytest.approx(4000 * (0.25 + 2.048) / 2048)  # two steps
+    cluster.beat("p", 3500, by_caller={ME: 3500})  # includes other gateways' requests
+    assert cluster.wait_s(500) == pytest.approx(4000 * (0.25 + 2.048) / 2048)  # in two steps
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_what_prompts_see_takes_its_time(is_ours: bool) -> None:
-    """Of 120k tokens 7.2 s, beside 2.4 s for themselves."""
+    """The wait includes a prompt's attention: 7.2 s for 120k tokens, beside 2.4 s for their
+    GEMMs."""
     cluster = Cluster(p=50_000)
     cost = cluster.costs["p"] = replace(linear_cost(0.0, 2e-5), pair_s=1e-9)
     cluster.beat("p", 0)
@@ -122,7 +124,7 @@ def test_what_prompts_see_takes_its_time(is_ours: bool) -> None:
     whole_s = cost.seconds(before)
     if is_ours:
         assert cluster.wait_s(10_000) == pytest.approx(whole_s + cost.seconds(after), rel=1e-3)
-    else:  # as much of theirs, at their pace
+    else:  # no more of the other caller's tokens than our own, at their rate
         wait_s = whole_s / 12 + cost.seconds(after)
         assert cluster.wait_s(10_000) == pytest.approx(wait_s, rel=1e-3)
     assert cluster.wait_s(120_000) == pytest.approx(2 * whole_s, rel=1e-3)
@@ -169,14 +171,14 @@ def test_of_others_no_more_is_ahead_than_one_has_waiting_oneself() -> None:
     for number in range(64):
         cluster.dispatch("p", f"bulk {number}", 1000, BULK)
     cluster.beat("p", 94_000, by_caller={BULK: 84_000, 3: 10_000})
-    assert cluster.wait_s(4) == pytest.approx(0.012)  # as much of each of the two, and its own
+    assert cluster.wait_s(4) == pytest.approx(0.012)  # 4 of each other caller, 4 its own
     assert cluster.wait_s(15_000) == pytest.approx(40.0)
     assert cluster.wait_s(1000, BULK) == pytest.approx(84 - 64 + 64 + 1 + 10)
     cluster.limit(0.1).check(ME, 4, {}, 60.0)
     with pytest.raises(Overloaded):
         cluster.limit(0.1).check(BULK, 4, {}, 60.0)
     with pytest.raises(Overloaded):
-        cluster.limit(0.1).check(BULK, 0, {}, 60.0)  # before anything of it was looked at
+        cluster.limit(0.1).check(BULK, 0, {}, 60.0)  # before its prompt is processed
 
 
 def test_what_is_computed_of_a_long_prompt_leaves_as_much_of_it_ahead() -> None:
@@ -219,9 +221,9 @@ def test_who_may_wait(max_queue_s: float | None, remaining_s: float, is_refused:
 moves = st.lists(
     st.tuples(
         st.sampled_from(["send", "answer", "cancel", "fail", "beat", "lose", "wait"]),
-        st.integers(0, 5),  # which request, or engine
+        st.integers(0, 5),  # index of a request or an engine
         st.integers(1, 5000),  # tokens
-        st.floats(0, 1),  # share of them that the index promises, or seconds
+        st.floats(0, 1),  # the cached share of them by the index, or seconds
     ),
     max_size=40,
 )
@@ -243,8 +245,9 @@ def test_an_idle_system_refuses_nothing_whatever_came_before(
     remaining_s: float,
     num_tokens: int,
 ) -> None:
-    """Whatever was asked, promised, answered and lost: also where the last heartbeat is older than
-    the last answer, and tells of all that was there since the one before."""
+    """After any sequence of requests, responses and losses an idle system refuses nothing, even if
+    the last heartbeat is older than the last response and reports all that was pending since the
+    one before it."""
     cluster = Cluster(**dict.fromkeys(names, 1.0))
     cluster.costs = dict.fromkeys(names, linear_cost(step_s, token_s))
     open_: dict[str, tuple[str, int, int]] = {}  # engine, caller, tokens
@@ -301,7 +304,7 @@ def test_of_two_engines_that_compute_a_prompt_each_the_one_that_began_first_is_a
     p, q = cluster.backlogs()
     cluster.dispatch("p", "ours", 1000)
     cluster.clock.advance(0.4)
-    cluster.beat("q", 1000)  # another gateway's
+    cluster.beat("q", 1000)  # another gateway's tokens
     cluster.clock.advance(0.5)
     assert (p.tokens_ahead, q.tokens_ahead) == (100, 500)
     cluster.dispatch("p", "next", 1000)
@@ -349,7 +352,7 @@ def test_a_caller_with_nothing_at_an_engine_may_always_send_there() -> None:
     assert not p.takes_more_of(BULK) and p.takes_more_of(ME)
     cluster.answer("p", "bulk")
     assert p.takes_more_of(BULK)
-    cluster.costs["p"] = linear_cost(1.0, 0.001)  # as many as make a step worth its while
+    cluster.costs["p"] = linear_cost(1.0, 0.001)  # a step's fixed time is 1 s
     cluster.beat("p", 0)
     cluster.dispatch("p", "slow", 1400, BULK)
     assert p.takes_more_of(BULK)
@@ -357,8 +360,9 @@ def test_a_caller_with_nothing_at_an_engine_may_always_send_there() -> None:
 
 @pytest.mark.parametrize("num_gateways", [1, 3])
 def test_queues_of_several_engines_are_as_short_as_one_before_all(num_gateways: int) -> None:
-    """As if each prompt went to the first engine that is free, which is the best that can be done
-    with equal prompts: engines say what waits when it changes, and each gateway hears it."""
+    """Total wait is close to that of one shared queue, which is optimal for equal prompts: each
+    prompt goes to the first engine that is free. Engines report their queues on change, to every
+    gateway."""
     num_tokens, takes_s, rng = 8000, 0.2, random.Random(0)
     rate = num_tokens / takes_s
     gateways = [Cluster(p=rate, q=rate, r=rate) for _ in range(num_gateways)]

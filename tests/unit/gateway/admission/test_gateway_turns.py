@@ -1,4 +1,6 @@
-"""Calls that arrive together are processed one by one: other work of the loop runs in between."""
+"""Calls that arrive together are processed one by one, with other work of the event loop in
+between.
+"""
 
 from __future__ import annotations
 

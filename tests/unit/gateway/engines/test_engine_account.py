@@ -1,4 +1,4 @@
-"""Free places on a decode engine: from heartbeats and from this gateway's own dispatches."""
+"""Free sequence slots of a decode engine, by its heartbeats and this gateway's own dispatches."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_sequences_of_all_gateways_count() -> None:
     assert places.has_place(2, 1) and not places.has_place(3, 1)
     places.sent_decodes([key(0), key(1)], 7, 1)  # two samples
     assert not places.has_place(1, 1)
-    places.heartbeat(beat(num_requests=3, room_blocks=100))  # one of the others' has ended
+    places.heartbeat(beat(num_requests=3, room_blocks=100))  # another gateway's sequence ended
     assert places.num_requests == 3 and places.has_place(1, 1)
     places.ended(key(0))
     assert places.num_requests == 2, "known before the next heartbeat"
-    places.heartbeat(beat(num_requests=0, room_blocks=100))  # older than what was sent
+    places.heartbeat(beat(num_requests=0, room_blocks=100))  # older than the dispatch
     assert places.num_requests == 1
 
 
@@ -55,7 +55,7 @@ def test_blocks_are_kept_for_what_is_on_its_way() -> None:
     places.heartbeat(beat(num_requests=1, room_blocks=10))
     places.sent_decodes([key(0)], 7, 7)
     assert places.has_place(1, 3) and not places.has_place(1, 4)
-    # The engine knows of it now, and of its growth.
+    # The engine has accepted the request, and reserved blocks for its output.
     places.heartbeat(beat(num_requests=2, room_blocks=4))
     assert places.has_place(1, 4) and not places.has_place(1, 5)
 
@@ -105,7 +105,7 @@ def test_a_prompt_that_goes_on_where_it_was_computed_takes_its_place_once() -> N
     one.sent_prompt([key(0)], 7, num_tokens=100, cached_tokens=32)
     one.sent_decodes([key(0), key(1)], 7, 1)
     assert (one.tokens_ahead, one.num_requests) == (68, 2)
-    for number, found in ((1, 0), (0, 16), (0, 0)):  # none was promised, and then all was known
+    for number, found in ((1, 0), (0, 16), (0, 0)):  # no hit predicted; then all was reported
         one.settle([EngineOutput(*key(number), cached_tokens=found, error=None)])
         assert (one.prompts.num_index_hits, one.prompts.num_stale_hits) == (1 - number, 1 - number)
     assert (one.tokens_ahead, one.num_requests) == (0, 2) and one.released == {7}
@@ -119,7 +119,8 @@ def test_a_prompt_that_goes_on_where_it_was_computed_takes_its_place_once() -> N
 
 
 def test_what_a_long_prompt_sees_takes_its_time() -> None:
-    """Of 1000 tokens, which take 1 s: 500,500 pairs, which take as long as 2002 tokens."""
+    """A queued prompt counts with its attention: 500,500 pairs of 1000 tokens, which take 1 s
+    themselves, take as long as 2002 more tokens."""
     ours, theirs = account(), account()
     cost = StepCost(0.0, (1e-3,) * len(KNOTS), pair_s=4e-6, max_rows=1 << 20)
     ours.heartbeat(replace(beat(0, 0), step_cost=cost))
@@ -138,14 +139,15 @@ def test_what_a_long_prompt_sees_takes_its_time() -> None:
 
 
 def test_what_waited_behind_a_prompt_that_is_cancelled_begins_then() -> None:
-    """It was not computed while the engine was at the other one."""
+    """The engine worked on the cancelled prompt, so no token of the next one is taken as
+    computed."""
     one = account()
     cost = StepCost(0.0, (1e-3,) * len(KNOTS), max_rows=1 << 20)
     one.heartbeat(replace(beat(0, 0), step_cost=cost))
     for number in (0, 1, 2):
         one.sent_prompt([key(number)], 7, num_tokens=10_000, cached_tokens=0)
     one._clock.advance(9.0)
-    one.ended(key(2))  # nothing has waited for this one
+    one.ended(key(2))  # no prompt waits behind this one
     assert one.tokens_ahead == fair_tokens_ahead(one, 7, 100, {}) == 11_000
     one.ended(key(0))
     assert one.tokens_ahead == fair_tokens_ahead(one, 7, 100, {}) == 10_000
@@ -155,7 +157,7 @@ def test_what_waited_behind_a_prompt_that_is_cancelled_begins_then() -> None:
 
 @pytest.mark.parametrize("part_s", [3599.0, 1e300, 1e308])
 def test_no_number_that_is_believed_stops_routing(part_s: float) -> None:
-    """They are another process's: all requests pass here."""
+    """Values of any size in an engine's heartbeat raise no error: all requests pass this code."""
     load = replace(beat(0, 0), waiting_tokens=1000, waiting_pairs=(1 << 64) - 1)
     one = account()
     for part in ({"pair_s": part_s}, {"row_s": (part_s,) * len(KNOTS)}, {"base_s": part_s}):

@@ -1,4 +1,4 @@
-"""A gateway's connection to one engine over real sockets; the test simulates the engine."""
+"""A gateway's connection to one engine over real sockets; the test plays the engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SILENCE_S = 20.0
 
 
 def step(index: int, text: str = "r") -> bytes:
-    """A step with one plain token."""
+    """A step whose only output is one plain token."""
     tokens = node_pb2.PlainTokens(request_ids=[text], attempts=[0], indices=[index], token_ids=[5])
     message = node_pb2.NodeMessage(outputs=node_pb2.StepOutputs(tokens=tokens))
     return message.SerializeToString()
@@ -60,7 +60,7 @@ def heartbeat(num_running: int) -> bytes:
 
 @dataclass
 class Events:
-    """What the gateway was told, in order, as a line each."""
+    """The events that the connection reported to the gateway, in order, as one line each."""
 
     heard: list[str] = field(default_factory=list)
     welcome: node_pb2.Welcome | None = None
@@ -68,8 +68,8 @@ class Events:
     tokens: list[PlainToken] = field(default_factory=list)
     reason: str = ""
     has_ended: bool = False
-    has_died: bool | None = None  # None: it is not lost
-    fails_on: int = -1  # a token's index
+    has_died: bool | None = None  # None: not lost
+    fails_on: int = -1  # the index of a token
 
     def linked(
         self, engine: EngineConnection, welcome: node_pb2.Welcome, load: ReportedLoad
@@ -112,7 +112,7 @@ class Scene:
     secret: str = SECRET
     ends: list[EngineEnd] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    opening: Sequence[bytes] = ()  # what the engine says first, in one write
+    opening: Sequence[bytes] = ()  # what the engine sends first, in one write
     events: Events = field(default_factory=Events)
 
     def welcome(self, **changes: object) -> bytes:
@@ -138,7 +138,7 @@ class Scene:
     async def linked(
         self, silence_s: float = SILENCE_S
     ) -> AsyncIterator[tuple[EngineConnection, EngineEnd, asyncio.Task[str]]]:
-        """A gateway that is linked, the engine's end, and the gateway's `run`."""
+        """A linked gateway, the engine's end of the connection, and the gateway's `run` task."""
         connection = self.connection(silence_s)
         running = asyncio.create_task(connection.run())
         await until(lambda: "linked" in self.events.heard or running.done())
@@ -151,11 +151,11 @@ class Scene:
                 await running
 
     async def die(self) -> None:
-        """The engine's process ends, its node lives."""
+        """The engine's process ends while its node lives on."""
         await self.door.close()
 
     async def serve(self, end: EngineEnd) -> None:
-        """Say the opening, then leave the connection to the test until it ends."""
+        """Send the opening, then leave the connection to the test until it ends."""
         self.ends.append(end)
         self.arrived.set()
         end.send(*self.opening)
@@ -181,7 +181,7 @@ def server_context(folder: Path, role: str) -> ssl.SSLContext:
 
 
 async def _stay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A node that waits to be spoken to."""
+    """A node that only accepts connections."""
     await reader.read()
     writer.close()
 
@@ -190,7 +190,7 @@ async def _stay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 async def engine(
     way: str, folder: Path | None = None, role: str = "decode"
 ) -> AsyncIterator[Scene]:
-    """An engine that is reached this way; `folder`: its certificates."""
+    """An engine that is reached by this transport; `folder`: its certificates."""
     incarnation = secrets.token_hex(16)
     node = await asyncio.start_server(_stay, HOST, 0)
     context = server_context(folder, role) if way == TLS and folder is not None else None
@@ -225,7 +225,7 @@ async def scene(request: pytest.FixtureRequest, certificates: Path) -> AsyncIter
 
 @pytest.fixture
 async def here() -> AsyncIterator[Scene]:
-    """The same, for what does not depend on the way."""
+    """An engine for tests that do not depend on the transport."""
     async with engine(UNIX) as scene:
         yield scene
 
@@ -244,11 +244,11 @@ def num_open_files() -> int:
 async def test_an_engine_that_hangs_up_is_left_at_once(
     here: Scene, monkeypatch: pytest.MonkeyPatch, *, reads_on: bool
 ) -> None:
-    """Though it has not read what it was sent, and may never do so."""
+    """The connection ends at once even if the engine has not read all that was sent to it."""
     has_ended = engine_connection.has_ended
 
     async def ask_later(member: Member) -> bool:
-        await asyncio.sleep(0.1)  # in which the transport may have sent all, and closed itself
+        await asyncio.sleep(0.1)  # the transport may flush its buffer and close meanwhile
         return await has_ended(member)
 
     monkeypatch.setattr(engine_connection, "has_ended", ask_later)
@@ -263,14 +263,14 @@ async def test_an_engine_that_hangs_up_is_left_at_once(
             await end.reader.read()
         async with asyncio.timeout(5):
             assert await running == "the engine closed the connection"
-        await until(lambda: num_open_files() == before + 1)  # the engine's end
+        await until(lambda: num_open_files() == before + 1)  # the engine's end stays open
 
 
-# --- the beginning --------------------------------------------------------------------------------
+# --- opening --------------------------------------------------------------------------------------
 
 
 async def test_an_engine_that_hangs_up_within_tls_is_lost_for_a_reason(certificates: Path) -> None:
-    """Python's error has no text."""
+    """The reason is given although Python's error for it has no text."""
     has_gone = asyncio.Event()
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -317,7 +317,7 @@ async def test_orders_are_answered_each_by_its_number_or_with_the_end(here: Scen
         assert [(order.name, order.path) for order in orders] == [
             (name, f"/{name}") for name in ("a", "b", "c", "d")
         ]
-        answers[0].cancel()  # nobody waits for it any more
+        answers[0].cancel()  # its caller has gone
         refused = codec.error_to_wire(AdapterRefused("r is 99"))
         for loaded in (
             node_pb2.AdapterLoaded(order_id=orders[1].order_id, error=refused),
@@ -335,7 +335,7 @@ async def test_orders_are_answered_each_by_its_number_or_with_the_end(here: Scen
 
 
 async def test_what_comes_directly_behind_the_welcome_is_heard(scene: Scene) -> None:
-    """In the segment of the verdict, most of the time."""
+    """A message that follows the welcome is received, also if it comes in the verdict's segment."""
     scene.opening = (scene.welcome(), b"", heartbeat(5), step(0))
     async with scene.linked():
         await until(lambda: scene.events.tokens)
@@ -392,10 +392,10 @@ async def test_a_refusal_is_the_reason(scene: Scene) -> None:
 
 
 async def test_a_stranger_at_the_address_is_not_spoken_with(scene: Scene) -> None:
-    """It is sent nothing but an opening."""
+    """A process without the key receives nothing but the opening."""
     scene.door._key = handshake_key("a secret of somebody else")
     reason = await scene.connection().run()
-    assert reason == "it hung up within the handshake"  # to it, the gateway is the stranger
+    assert reason == "it hung up during the handshake"  # the process cannot verify the gateway
     assert (scene.events.heard, scene.ends) == ([], [])
 
 
@@ -429,7 +429,8 @@ async def test_who_says_nothing_is_not_waited_for(
 
 
 async def test_a_refusal_has_an_end(here: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a secret, whoever sits there holds the key."""
+    """A refusal of excessive length is rejected: without a secret, any process passes the
+    handshake."""
     handshake = here.door._handshake
 
     async def refuse_at_length(end: EngineEnd) -> None:
@@ -477,7 +478,8 @@ async def test_an_engine_that_cannot_be_reached_is_said_so(
 async def test_an_engine_is_found_at_every_address_of_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`localhost` can be ::1 first, where it does not listen."""
+    """Each address of a name is tried: `localhost` can be ::1 first, where the engine does not
+    listen."""
     async with engine(TCP) as scene:
         port = int(scene.member.engine_address.rpartition(":")[2])
 
@@ -521,7 +523,7 @@ async def test_certificates_that_cannot_be_read_are_the_reason(
         assert "no such file" in await scene.connection().run()
 
 
-# --- the end --------------------------------------------------------------------------------------
+# --- closing --------------------------------------------------------------------------------------
 
 
 async def test_silence_is_an_end(scene: Scene) -> None:
@@ -561,10 +563,10 @@ async def test_the_engines_last_word_is_the_reason(scene: Scene) -> None:
 
 async def test_an_engine_that_lost_a_host_was_killed_by_no_request(scene: Scene) -> None:
     async with scene.linked() as (_, end, running):
-        ended = codec.error_to_wire(HostLost("rank 1 on there says nothing for 1.2 s"))
+        ended = codec.error_to_wire(HostLost("rank 1 on there has sent nothing for 1.2 s"))
         end.send(node_pb2.NodeMessage(engine_ended=ended).SerializeToString())
         await scene.die()
-        assert await running == "rank 1 on there says nothing for 1.2 s"
+        assert await running == "rank 1 on there has sent nothing for 1.2 s"
         assert not scene.events.has_died
 
 
@@ -615,7 +617,8 @@ async def test_an_engine_takes_nothing_while_it_is_asked_whether_it_has_died(
 async def test_an_engine_whose_port_closes_while_it_is_asked_has_died(
     here: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection that nobody had accepted yet is reset."""
+    """An engine counts as dead if its port closes during the probe: a connection that was not yet
+    accepted is reset."""
     open_socket, answers = engine_stream.open_socket, iter([ConnectionResetError()])
 
     async def reset_once(member: Member) -> socket.socket:
@@ -701,7 +704,7 @@ async def test_an_engine_that_does_not_read_costs_no_wait_and_not_all_memory(
     monkeypatch.setattr(engine_connection, "MAX_UNSENT_BYTES", 12 << 20)
     async with scene.linked() as (connection, end, running):
         sent = [f"{index}" * 100_000 for index in range(10)]
-        for text in sent:  # more than a socket holds, less than is kept
+        for text in sent:  # more than a socket buffers, less than the limit
             connection.cancel(text, 0)
         for text in sent:
             got = node_pb2.GatewayMessage.FromString(await end.receive()).cancel
@@ -709,9 +712,9 @@ async def test_an_engine_that_does_not_read_costs_no_wait_and_not_all_memory(
         end.writer.transport.pause_reading()
         for _ in range(400):
             connection.cancel("r" * 100_000, 0)
-        assert await running == "the engine does not read"
+        assert await running == "the engine does not read its messages"
         assert scene.events.has_died is False
-        connection.cancel("r", 0)  # goes nowhere
+        connection.cancel("r", 0)  # not sent anywhere
 
 
 async def test_a_message_that_its_hearer_fails_on_costs_no_other(here: Scene) -> None:

@@ -1,4 +1,4 @@
-"""Stages of calls whose nodes' clocks are wrong: from the engine's RequestIO to the metric."""
+"""Stages of calls on nodes whose clocks are wrong: from the engine's RequestIO to the metric."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from baton.proto.v1 import node_pb2
 
 
 class OffClock(FakeClock):
-    """A node's: `ahead_s` of the gateway's by the time of day, and `older_s` since its start."""
+    """A node's clock: wall time is `ahead_s` ahead of the gateway's, monotonic time `older_s`."""
 
     def __init__(self, gateway: FakeClock, ahead_s: float, older_s: float) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Sent:
 
 @dataclass
 class Gateway:
-    """What it is told of the engine's steps."""
+    """Collects the outputs of the engine's steps."""
 
     outputs: list[EngineOutput] = field(default_factory=list)
 
@@ -59,7 +59,8 @@ class Gateway:
 
 
 def received(clock: FakeClock, wire: node_pb2.RequestOutput, *, is_here: bool) -> EngineOutput:
-    """The output as it comes now, from an engine of this host or another."""
+    """The output as decoded by the gateway at this moment, from an engine on this host or
+    another."""
     host = host_id().hex() if is_here else "0" * 32
     member = Member("e", Role.PREFILL, "p", "h:1", "m", "fp", 9, 4, 9, host_id=host)
     gateway = Gateway()
@@ -80,8 +81,8 @@ def received(clock: FakeClock, wire: node_pb2.RequestOutput, *, is_here: bool) -
 async def test_stages_do_not_depend_on_a_nodes_time_of_day(
     ahead_s: float, older_s: float, is_here: bool, delivery_s: float
 ) -> None:
-    """`older_s`: another host's monotonic clock began at another time; the last one only seems to
-    be this host."""
+    """`older_s`: another host's monotonic clock began at another time; the last case only appears
+    to be on this host."""
     clock, sent = FakeClock(), Sent()
     node = OffClock(clock, ahead_s, older_s)
     desk = RequestIO(sent.to_gateway, node, "p", 100)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Routing and its inputs: load, room, links, and requests that are still on their way."""
+"""Routing and its inputs: load, room, links, and requests that engines have not yet confirmed."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def test_what_is_missing_is_named(engines: list[EngineState], message: str) -> N
     [
         ((370.0, 12.0), (0, 0), "d"),
         ((12.0, 370.0), (0, 0), "e"),
-        ((12.0, 370.0), (0, 1), "d"),  # load counts for more
-        ((370.0, 351.0), (0, 0), "e"),  # the same kind of link: it has more blocks
-        ((0.0, 0.0), (0, 0), "e"),  # nobody has measured
+        ((12.0, 370.0), (0, 1), "d"),  # load outweighs the link
+        ((370.0, 351.0), (0, 0), "e"),  # the same class of link: more free blocks decide
+        ((0.0, 0.0), (0, 0), "e"),  # no link was measured
     ],
 )
 def test_at_equal_load_the_faster_link_is_taken(
@@ -155,11 +155,11 @@ FAST, SLOW = speed(20e-6), speed(60e-6)
 @pytest.mark.parametrize(
     ("engines", "expected"),
     [
-        # Nothing waits: no hand-off is cheaper than one.
+        # No queue: no hand-off is the cheapest.
         ([prefill("p", speed=FAST), decode("d", speed=FAST, takes_whole=True)], "d d"),
-        # Its decodes make it slow, and the other has nothing to do.
+        # Decodes make `d` slow, and `p` is idle.
         ([prefill("p", speed=FAST), decode("d", speed=SLOW, takes_whole=True)], "p d"),
-        # The other has a queue: slowly is sooner.
+        # `p` has a queue: the slow engine finishes sooner.
         (
             [
                 prefill("p", speed=FAST, waiting_tokens=30_000),
@@ -167,7 +167,7 @@ FAST, SLOW = speed(20e-6), speed(60e-6)
             ],
             "d d",
         ),
-        # A tenth of a second later, but whoever comes next does not wait for it.
+        # 0.1 s later on `d`, but the next prompts do not wait behind it.
         (
             [
                 prefill("p", speed=FAST, waiting_tokens=13_000),
@@ -182,7 +182,7 @@ FAST, SLOW = speed(20e-6), speed(60e-6)
             ],
             "p d",
         ),
-        # What it has cached it need not compute: a chat's next turn.
+        # Cached tokens are not computed: a chat's next turn.
         (
             [
                 prefill("p", speed=FAST),
@@ -190,7 +190,7 @@ FAST, SLOW = speed(20e-6), speed(60e-6)
             ],
             "d d",
         ),
-        # Whoever has fewer requests, whatever its role.
+        # The engine with fewer requests, whatever its role.
         (
             [
                 prefill("p", speed=FAST, takes_whole=True, num_requests=3),
@@ -307,7 +307,8 @@ def table_of(*engines: LinkedEngine) -> EngineTable:
 
 
 def test_a_retry_counts_as_one_though_nothing_is_left_out_any_more() -> None:
-    """A request that is tried alone may wait longer than its engine is left out."""
+    """A request on trial may wait until its failed engine is no longer avoided; it counts as a
+    retry."""
     table = table_of(linked("p", Role.PREFILL), linked("d", Role.DECODE))
     router = PromptRouter(table, valid())
     for is_retry in (False, True):
@@ -347,7 +348,7 @@ def test_what_is_on_its_way_counts_until_it_is_answered() -> None:
 
 
 def test_what_an_engine_of_a_shorter_context_would_cut_short_goes_elsewhere() -> None:
-    """One may have come with another `--max-model-len` since the request was checked."""
+    """An engine may have joined with another `--max-model-len` after the request was validated."""
     p, d, e = (
         linked("p", Role.PREFILL),
         linked("d", Role.DECODE, max_model_len=100),

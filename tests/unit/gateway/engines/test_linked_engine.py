@@ -1,4 +1,6 @@
-"""A gateway's records of what it sent to an engine: none is left once the engine has responded."""
+"""A gateway's records of the requests sent to an engine: none is left once the engine has
+responded.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_a_prompt_is_there_while_any_of_its_samples_wants_it() -> None:
 
 
 def test_beams_whose_prompt_is_scored_end_where_the_prompt_is_computed() -> None:
-    """The scores come first, and with them how many tokens were cached."""
+    """The output with the scores comes first, and carries the number of cached tokens."""
     engine = linked(Role.PREFILL)
     engine.dispatch(request(100), Route(engine, OTHER), None, 9.0)
     scores = (TokenLogprobs(-1.0, ()),)
@@ -94,7 +96,8 @@ def test_blocks_of_a_fetched_prefix_are_taken_too() -> None:
 
 
 def test_places_that_a_promise_leaves_are_taken_as_prompts_are_sent() -> None:
-    """Before they decode: between two heartbeats all that wait would else get the same place."""
+    """Slots are taken on dispatch, before the decodes start: otherwise all prompts queued between
+    two heartbeats would get the same slot."""
     decodes = StepShape(num_decodes=4, keys=400)
     engine = linked(Role.DECODE, tbt_target_s=0.0051, num_requests=4, decodes=decodes)
     for number in range(6):
@@ -107,7 +110,7 @@ def test_places_that_a_promise_leaves_are_taken_as_prompts_are_sent() -> None:
 
 
 def test_a_step_of_a_pipeline_has_its_share_of_the_requests() -> None:
-    decodes = StepShape(num_decodes=4, keys=400)  # of a step, which may have ten
+    decodes = StepShape(num_decodes=4, keys=400)  # in one stage's step, which has room for ten
     load = {"tbt_target_s": 0.0051, "num_stages": 2, "decodes": decodes}
     for num_requests, has_place in ((8, True), (19, True), (20, False)):
         engine = linked(Role.DECODE, num_requests=num_requests, **load)
@@ -144,7 +147,8 @@ def test_nothing_is_sent_where_a_stream_has_ended_before_it_is_known_why() -> No
 
 
 async def test_every_heartbeat_is_looked_at_soon() -> None:
-    """Several within a moment are one report, behind the last of them."""
+    """A heartbeat is reported to sessions at once, or with others within a moment, after the last
+    one."""
     looks: list[bool] = []
     engine, clock = linked(Role.DECODE), FakeClock()
     sessions = SimpleNamespace(cluster_changed=lambda *, is_load_only: looks.append(is_load_only))

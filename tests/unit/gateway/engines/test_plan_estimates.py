@@ -1,4 +1,4 @@
-"""The chosen plan against a search through all, and the distribution over equivalent plans."""
+"""The chosen plan against an exhaustive search, and the distribution over equivalent plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ speeds = st.builds(PromptSpeed, st.floats(0, 0.02), st.floats(1e-6, 1e-4), st.fl
 
 
 def engines_of(names: Sequence[str], role: Role) -> st.SearchStrategy[list[EngineState]]:
-    """Some of these, in any state."""
+    """A subset of these engines, in any state."""
     states = [
         st.builds(
             EngineState,
@@ -67,7 +67,7 @@ clusters = st.tuples(engines_of(SOURCES, Role.PREFILL), engines_of(PULLERS, Role
 
 
 def all_plans(engines: Sequence[EngineState]) -> Iterator[tuple[Plan, bool, bool, float]]:
-    """Every plan: lacks credit, lacks blocks, seconds."""
+    """Every plan, whether it lacks credit, whether it lacks blocks, and its estimate in seconds."""
     num_blocks = -(-NUM_TOKENS // 16)
     for one in engines:
         if not one.takes_prompt:
@@ -88,7 +88,7 @@ def all_plans(engines: Sequence[EngineState]) -> Iterator[tuple[Plan, bool, bool
 
 
 def best_of(plans: Sequence[tuple[Plan, bool, bool, float]]) -> tuple[bool, float]:
-    """Lacks blocks, seconds: of pairs first those with credit."""
+    """(lacks blocks, seconds) of the best plan; among pairs, those with credit come first."""
     pairs = [plan[1:] for plan in plans if plan[0].prefill != plan[0].decode]
     alone = [plan[1:] for plan in plans if plan[0].prefill == plan[0].decode]
     return min(min(group)[1:] for group in (pairs, alone) if group)
@@ -124,14 +124,16 @@ def drawn_plans(engines: Sequence[EngineState], count: int) -> Counter[Plan]:
 
 
 def test_what_is_cached_beyond_the_request_is_worth_no_more() -> None:
-    """As by a mirror that is behind. No estimate is below zero: nothing would be like the best."""
+    """A stale index may list more cached tokens than the prompt has: the estimate stays at zero or
+    above, or no plan would count as equivalent to the best."""
     engines = [idle(SOURCES[0], Role.PREFILL), idle(PULLERS[0], Role.DECODE)]
     engines = [engine._replace(cached_tokens=10 * NUM_TOKENS) for engine in engines]
     assert drawn_plans(engines, 3) == {Plan(SOURCES[0], PULLERS[0]): 3}
 
 
 def test_plans_that_are_alike_are_drawn_evenly() -> None:
-    """Gateways that know the same do not all send to one engine."""
+    """Equivalent plans are drawn evenly, so that gateways with equal state do not all choose one
+    engine."""
     engines = [idle(name, Role.PREFILL) for name in SOURCES]
     engines += [idle(name, Role.DECODE) for name in PULLERS]
     counts = drawn_plans(engines, 1600)
@@ -147,7 +149,8 @@ def test_an_engine_that_is_worse_is_not_drawn() -> None:
 
 
 def test_many_requests_are_not_made_up_for_by_a_long_prompt() -> None:
-    """A twentieth of a long prompt's time is that of many decodes, and these have targets."""
+    """Tolerance does not grow with the prompt: a twentieth of a long prompt's time equals many
+    decodes, which have a TBT target."""
     engines = [
         idle("d0", Role.DECODE, 10)._replace(takes_whole=True, waiting_tokens=100_000),
         idle("d1", Role.DECODE, 30)._replace(takes_whole=True, waiting_tokens=100_000),
@@ -156,7 +159,7 @@ def test_many_requests_are_not_made_up_for_by_a_long_prompt() -> None:
 
 
 def test_a_pair_is_not_like_an_engine_alone_by_the_sum() -> None:
-    """Both have the same prompt to wait for, and its decodes would have others beside them."""
+    """Both plans wait for the same prompt; its decode goes where fewer other decodes run."""
     source = idle("p0", Role.PREFILL, 3)._replace(takes_whole=True, waiting_tokens=100_000)
     assert set(drawn_plans([source, idle("d0", Role.DECODE, 20)], 50)) == {("p0", "p0")}
     source = source._replace(num_requests=20)
@@ -170,7 +173,7 @@ def test_a_slow_link_is_not_drawn_beside_a_fast_one() -> None:
 
 
 def test_a_prefix_that_saves_little_time_is_looked_for_all_the_same() -> None:
-    """Elsewhere it would be computed, and kept, once more."""
+    """A short cached prefix is still preferred: elsewhere it would be computed and stored again."""
     engines = [idle("p0", Role.PREFILL), idle("p1", Role.PREFILL)._replace(cached_tokens=16)]
     engines += [idle("d0", Role.DECODE), idle("d1", Role.DECODE)._replace(cached_tokens=16)]
     assert set(drawn_plans(engines, 50)) == {("p1", "d1")}

@@ -1,4 +1,4 @@
-"""The record of plans for people: against estimates of all plans, one after the other."""
+"""The record of plans for people, against estimates of all plans computed one by one."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def state(name: str, role: Role, **fields: object) -> EngineState:
         ({}, {"cached_tokens": 16}, "q"),
         ({"cached_tokens": 512}, {"cached_tokens": 528}, "q"),
         ({"waiting_tokens": 15}, {}, "q"),
-        ({"waiting_tokens": 6, "cached_tokens": 16}, {}, "p"),  # who comes next waits for 984
+        ({"waiting_tokens": 6, "cached_tokens": 16}, {}, "p"),  # next in queue waits for 984
         ({"waiting_tokens": 7, "cached_tokens": 16}, {}, "q"),
         ({"cached_tokens": 960, "waiting_tokens": 899}, {}, "p"),
         ({"cached_tokens": 960, "waiting_tokens": 901}, {}, "q"),
@@ -91,7 +91,8 @@ PROMPT = tuple(range(4 * BLOCK_SIZE))
 
 
 def table_with(cached_blocks: dict[str, int], prompt: tuple[int, ...] = PROMPT) -> EngineTable:
-    """Two prefill engines and one decode engine; what each has cached of the prompt."""
+    """A table of two prefill engines and one decode engine, with each engine's cached prefix of the
+    prompt."""
     table = EngineTable(PrefixMirror(FakeClock()))
     chain = block_hashes(root_hash("fp"), prompt, BLOCK_SIZE)
     for incarnation in (P, Q, D):
@@ -110,7 +111,7 @@ async def routed(table: EngineTable, prompt: tuple[int, ...]) -> PromptRouter:
 
 
 async def chosen(table: EngineTable, prompt: tuple[int, ...] = PROMPT) -> tuple[str, int, int]:
-    """The prefill engine, and the cached tokens that are expected on it and on the decode one."""
+    """The prefill engine, and the cached tokens expected on it and on the decode engine."""
     router = await routed(table, prompt)
     route = router.choose(Demand(len(prompt)), avoid=Avoid(), fingerprint=None)
     return route.prefill.incarnation, *route.cached_tokens

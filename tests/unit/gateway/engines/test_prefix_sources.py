@@ -40,11 +40,11 @@ def fetch(cached: dict[str, int], rates: dict[str, dict[str, float]], own: int =
 @pytest.mark.parametrize(
     ("rates", "source", "rate"),
     [
-        ({P: {D: 10.0, Q: 100.0}}, Q, 100.0),  # of equals the fastest
-        ({P: {D: 10.0}, Q: {}}, D, 10.0),  # the other's link is taken to be like it: no faster
-        ({P: {}, D: {P: 20.0}}, D, 20.0),  # the wire of the other direction
-        ({P: {}, D: {Q: 5.0}}, Q, 5.0),  # as any that was measured
-        ({P: {}}, Q, UNMEASURED_GBYTES_PER_S),  # none was: the fetch will open one
+        ({P: {D: 10.0, Q: 100.0}}, Q, 100.0),  # the fastest of equal sources
+        ({P: {D: 10.0}, Q: {}}, D, 10.0),  # Q's link is unmeasured: assumed equal to D's, no faster
+        ({P: {}, D: {P: 20.0}}, D, 20.0),  # the opposite direction was measured
+        ({P: {}, D: {Q: 5.0}}, Q, 5.0),  # no link of P was measured: as any measured one
+        ({P: {}}, Q, UNMEASURED_GBYTES_PER_S),  # no link was measured: the fetch will open one
     ],
 )
 def test_a_fetch_takes_its_bytes_time_over_the_best_link(
@@ -76,7 +76,7 @@ LOAD = ReportedLoad(
 
 @dataclass
 class Knowing(PromptRouter):
-    """Told what engines have of the prompt."""
+    """A router whose index lookup returns `known`."""
 
     known: dict[str, CachedPrefix] = field(default_factory=dict)
 

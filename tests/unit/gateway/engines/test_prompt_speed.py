@@ -1,4 +1,4 @@
-"""The prompt throughput of an engine from its measured step costs, against the steps themselves."""
+"""The prompt throughput of an engine from its measured step costs, compared with the steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_speed_of_prompts() -> None:
 def test_a_long_prompt_beside_decodes_takes_as_long_as_its_chunks(
     promise_s: float, num_decodes: int, mixed_s: float
 ) -> None:
-    """The more they see, the smaller they are, and each step has the decodes' time as well."""
+    """Chunks shrink as their context grows, and each step includes the decodes' time."""
     cost = replace(GPU, mixed_s=mixed_s)
     beside = StepShape(num_decodes=num_decodes, keys=num_decodes * 1500)
     speed = prompt_speed(cost, 2048, beside, promise_s)
@@ -51,7 +51,7 @@ def test_a_long_prompt_beside_decodes_takes_as_long_as_its_chunks(
 
 @pytest.mark.parametrize("chunk", [256, 512, 2048])
 def test_what_waits_takes_as_long_as_its_chunks(chunk: int) -> None:
-    """Each of them has the part that no step is without."""
+    """Each chunk includes the fixed time of a step."""
     speed = prompt_speed(GPU, chunk, StepShape(), None)
     whole_s = 16 * GPU.seconds(StepShape(num_prompt_tokens=chunk))
     assert speed.prompt_seconds(0, 0, 16 * chunk) == pytest.approx(whole_s, rel=0.06)

@@ -1,4 +1,4 @@
-"""A burst of one prompt goes to one engine; sent prompts are forgotten once the index has them."""
+"""A burst of one prompt goes to one engine; sent prompts are dropped once the index lists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tenants never hit each other's cached prefixes, on engines and in routing; each hits its own."""
+"""Tenants never hit each other's cached prefixes, in engines or in routing; each hits its own."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def new_engine() -> Engine:
 
 
 def cached_tokens(engine: Engine, name: str, cache_salt: str) -> int:
-    """How much of the prompt a request finds, when it comes with this salt over the wire."""
+    """The number of cached prompt tokens for a request that carries this salt over the wire."""
     sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     request = Request(name, 0, PROMPT, sampling, cache_salt=cache_salt)
     wire = codec.dispatch_to_wire(request, None, 1.0)
@@ -76,7 +76,7 @@ def test_an_engine_s_cache_is_each_tenant_s_own() -> None:
 
 
 async def test_routing_looks_where_the_engine_would() -> None:
-    """The hashes that a gateway asks the index for are those that the engine published."""
+    """A gateway queries the index with the hashes that the engine published."""
     engine = new_engine()
     request = Request("a", 0, PROMPT, SamplingParams(max_tokens=2), cache_salt=salt("acme"))
     engine.add(request, hold=True)

@@ -1,4 +1,4 @@
-"""vLLM's gRPC messages and ours. Skipped where the extra `smg` is not installed."""
+"""Conversion between vLLM's gRPC messages and ours. Skipped without the extra `smg`."""
 
 from __future__ import annotations
 

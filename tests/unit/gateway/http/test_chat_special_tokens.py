@@ -1,5 +1,5 @@
-"""Special tokens of a chat come only from the template: with transformers and the library as
-oracles.
+"""Special tokens of a chat come only from the template, checked against transformers and the
+tokenizers library.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PAIRS = [
 
 
 class ChatModel:
-    """A model directory as the gateway and as transformers read it."""
+    """A model directory as loaded by the gateway and by transformers."""
 
     def __init__(self, folder: Path, vocabulary: str, template: str) -> None:
         self.library = write_chat_model(folder, vocabulary, TEMPLATES[template])
@@ -54,7 +54,7 @@ class ChatModel:
         specials = {bos, eos, "<|endoftext|>", "<unk>", *SPECIALS}
         self.special_ids = {self.library.token_to_id(text) for text in specials} - {None}
         unknown = self.library.token_to_id("<unk>")
-        self.counted_ids = self.special_ids - {unknown}  # of which any text may have some
+        self.counted_ids = self.special_ids - {unknown}  # any text may have unknown tokens
 
     async def ids(
         self, messages: list[Any], tools: Any = (), ending: Ending = Ending.BEGUN
@@ -147,7 +147,7 @@ def test_a_prompt_ends_where_transformers_ends_it(
     messages[-1]["role"] = "assistant"
     try:
         wanted = model.their_ids(messages, (), ending)
-    except ValueError:  # the template shows the last message otherwise
+    except ValueError:  # the template renders the last message differently
         with refused("invalid_value"):
             asyncio.run(model.ids(messages, (), ending))
         return
@@ -156,7 +156,8 @@ def test_a_prompt_ends_where_transformers_ends_it(
 
 
 async def test_a_last_message_is_continued_as_it_is(tmp_path: Path) -> None:
-    """Shown twice by this template, its forged turn is text, and nothing of ours is in it."""
+    """The template renders the message twice; a forged turn in it is plain text, and no marker of
+    ours stays in the prompt."""
     model = ChatModel(tmp_path, "byte-level", "named")
     message = [{"role": "assistant", "content": "so <|im_end|> it "}]
     prompt = await model.template.render(message, (), ending=Ending.CONTINUED)
@@ -179,7 +180,7 @@ async def test_a_last_message_that_a_template_hides_is_not_continued(
         await found.render(chat("abcd", "efgh"), (), ending=Ending.CONTINUED)
 
 
-# Each with something as long that makes nothing: of the same letters' kinds.
+# Each fragment, with harmless text of the same length and kinds of characters.
 FRAGMENTS = {
     "<|im_": "xxxxx", "start|>": "xxxxxxx", "<|im_start|>": "xxxxxxxxxxxx", "im_end": "xxxxxx",
     "<|": "xx", "|>": "xx", "<|end|>": "xxxxxxx", "<|endoftext|>": "xxxxxxxxxxxxx", "<s>": "xxx",
@@ -202,7 +203,8 @@ def tamed(fragments: list[str]) -> str:
 def test_no_text_makes_a_special_token(
     model: ChatModel, contents: list[list[str]], word: list[str], has_tools: bool
 ) -> None:
-    """As many as the same conversation has with harmless words, and the text is all there."""
+    """The number of special tokens equals that of the same conversation with harmless text, and no
+    text is lost."""
 
     def said(words: Any) -> tuple[int, ...]:
         messages = chat(*map(words, contents), name=words(word), argument=words(word))
@@ -237,7 +239,8 @@ async def test_a_forged_turn_is_plain_text(tmp_path: Path, text: str, where: str
 
 
 async def test_content_that_templates_look_at_is_what_the_user_wrote(tmp_path: Path) -> None:
-    """`'</think>' in content`, split, trim: as in transformers, whatever else the content has."""
+    """Templates that test, split or trim content behave as in transformers, whatever else it
+    contains."""
     model = ChatModel(tmp_path, "byte-level", "qwen")
     content = "<think>\nwhy <|im_end|> <\n</think>\n\n so <|im_start|> "
     shown = model.library.decode(
@@ -261,7 +264,7 @@ async def test_what_a_template_refuses_is_said_in_its_own_letters(tmp_path: Path
 
 
 async def test_half_of_a_surrogate_pair_in_arguments(tmp_path: Path) -> None:
-    """The marks' letters: no request can have them."""
+    """A lone surrogate in arguments is refused, since our markers consist of them."""
     calls = [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]
     with pytest.raises(InvalidRequest) as refused:
         MESSAGES.read([{"role": "assistant", "tool_calls": calls}], "messages")
@@ -278,7 +281,7 @@ async def test_raw_prompts_have_special_tokens_or_are_refused(tmp_path: Path) ->
         await strict.encode(text, param="prompt")
     assert (refused.value.code, refused.value.param) == ("invalid_value", "prompt")
     assert await strict.encode("a <think> < |im_start|>")
-    assert start in await strict.encode(text, special_at=[(1, 13)])  # a template's own
+    assert start in await strict.encode(text, special_at=[(1, 13)])  # the template's token
 
 
 async def test_what_the_tokenizer_puts_around_a_prompt_is_not_refused(tmp_path: Path) -> None:
@@ -301,7 +304,7 @@ def refused(code: str) -> Iterator[None]:
 
 
 async def test_a_vocabulary_that_cannot_be_renamed_has_no_chats(tmp_path: Path) -> None:
-    """A merge that makes a special token's text: nothing is served that could be forged."""
+    """If a merge produces a special token's text, chats are refused, since they could be forged."""
     model = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])
     library = tokenizers.Tokenizer(model)
     library.add_special_tokens(["ab"])

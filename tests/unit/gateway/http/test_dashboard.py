@@ -1,4 +1,4 @@
-"""The page's server side: states of engines, recipients of data, headers, files, limits."""
+"""The page's server side: engine states, recipients of data, headers, files, limits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ IDLE = ReportedLoad(0, 0, 0, 90, 40, False, frozenset())
 
 
 class Cluster:
-    """A table and a directory to change by hand, and the feed over them."""
+    """A table and a directory that tests change, and the feed over them."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -104,7 +104,7 @@ def test_an_engine_never_vanishes_silently(cluster: Cluster) -> None:
     cluster.join("a", "2")
     assert cluster.states() == {"a": ("ready", 1)}
     cluster.leave("2")
-    cluster.join("a", "3", load=ReportedLoad(1, 0, 0, 9, 9, True, frozenset()))  # between two looks
+    cluster.join("a", "3", load=ReportedLoad(1, 0, 0, 9, 9, True, frozenset()))  # between two polls
     assert cluster.states() == {"a": ("draining", 2)}
     cluster.leave("3")
     cluster.states()
@@ -167,7 +167,8 @@ def test_what_an_engine_did_lately_ends_with_its_link(cluster: Cluster, state: s
 
 
 def test_an_idle_engine_s_whole_pool_is_free(cluster: Cluster) -> None:
-    """Two of its blocks are no request's (Member.num_blocks has them): the page divides by pool."""
+    """Member.num_blocks includes two blocks that no request can use; the page divides by the usable
+    pool."""
     cluster.join("a", "1", load=replace(IDLE, free_blocks=98))
     cluster.states()
     [row] = cluster.roster.rows()
@@ -266,7 +267,8 @@ def test_definitions_are_the_ones_of_the_code() -> None:
 
 
 def test_vendored_files_are_as_released() -> None:
-    """uPlot 1.6.32 of the npm registry; `npm pack uplot@1.6.32 && tar xf ... && sha256sum`."""
+    """The files equal uPlot 1.6.32 of the npm registry; `npm pack uplot@1.6.32 && tar xf ... &&
+    sha256sum`."""
     released = {
         "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
         "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
@@ -358,7 +360,7 @@ async def test_a_stream_and_its_limits(cluster: Cluster, monkeypatch: Any) -> No
 async def test_a_viewer_that_does_not_read_is_cut_off(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its place is free again, and nothing of it stays behind."""
+    """A viewer that does not read is disconnected; its slot and its state are freed."""
     monkeypatch.setattr(routes, "_SLOWEST_WRITE_S", 0.05)
     client = await client_of(cluster, max_viewers=1)
     monkeypatch.setattr(cluster.feed, "_make", lambda *_, **__: bytes(16 << 20))

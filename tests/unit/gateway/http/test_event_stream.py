@@ -9,7 +9,7 @@ from aiohttp import web
 from baton.gateway.http.protocol.event_stream import BURST, Burst, EventStream
 
 EVENT = f"data: {'x' * 4096}\n\n"
-_MOST_EVENTS = 8192  # 32 MiB: more than sockets hold
+_MOST_EVENTS = 8192  # 32 MiB: more than sockets buffer
 
 
 async def test_there_is_room_until_the_reader_stops_and_once_it_reads_on() -> None:
@@ -18,7 +18,7 @@ async def test_there_is_room_until_the_reader_stops_and_once_it_reads_on() -> No
 
     async def answer(request: web.Request) -> web.StreamResponse:
         stream = EventStream(request)
-        rooms.append(stream.has_room)  # its headers are not out
+        rooms.append(stream.has_room)  # the response's headers are not sent yet
         await stream.send(EVENT)
         rooms.append(stream.has_room)
         for _ in range(_MOST_EVENTS):
@@ -27,7 +27,7 @@ async def test_there_is_room_until_the_reader_stops_and_once_it_reads_on() -> No
                 await asyncio.sleep(0)
         rooms.append(stream.has_room)
         has_stopped.set()
-        await stream.send(EVENT)  # until it reads
+        await stream.send(EVENT)  # blocks until the client reads
         rooms.append(stream.has_room)
         return await stream.end()
 

@@ -1,4 +1,4 @@
-"""The value of an argument that was written as text, for any schema that a request may have."""
+"""Parsing an argument that was written as text, for any schema that a request may have."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_argument_that_no_schema_knows_is_text() -> None:
 
 
 def test_alternatives_that_share_their_parts_cost_no_more_than_the_schema() -> None:
-    """Each path through these would be 10^9 looks."""
+    """Time is linear in the schema, which has 10^9 paths through its shared parts."""
     defs: dict[str, Any] = {"C": {"type": "integer"}}
     for name, inner in ("BC", "AB"):
         defs[name] = {"anyOf": [{"$ref": f"#/$defs/{inner}"}] * 1000}
@@ -74,7 +74,7 @@ def test_alternatives_that_share_their_parts_cost_no_more_than_the_schema() -> N
 
 
 def test_a_long_chain_of_references_is_text() -> None:
-    """Not a failure, however deep: a request may have one."""
+    """A chain of references of any length gives text, not an error: a request may contain one."""
     defs = {str(i): {"allOf": [{"$ref": f"#/$defs/{i + 1}"}]} for i in range(3000)}
     schema = {"$defs": defs | {"3000": {"type": "integer"}}, "properties": {}}
     schema["properties"] = {"x": {"$ref": "#/$defs/0"}}

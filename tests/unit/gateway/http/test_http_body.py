@@ -1,4 +1,4 @@
-"""Bodies and fields, row by row: what is refused, with which code, naming which field."""
+"""Bodies and fields, row by row: what is refused, with which code, and the field that is named."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ def test_a_name_twice_in_one_object(body: str, param: str | None) -> None:
 
 
 def test_looking_for_names_that_come_twice_costs_little() -> None:
-    """Of a long chat; of prompts there is one object, and nothing to look at."""
+    """The check for duplicate names is cheap for a long chat; a list of prompts has one object and
+    needs none."""
     message = {"role": "user", "content": "x" * 100}
     body = json.dumps({"model": "demo", "messages": [message] * 4096}).encode()
 
@@ -322,7 +323,7 @@ def test_an_answer_that_was_cut_in_its_reasoning_can_be_sent_back(more: dict[str
     plain = [{"role": "assistant", "content": ""}]
     assert read_fields({"messages": empty}, CHAT)["messages"] == plain
     assert read_fields({"input": empty}, RESPONSES)["input"] == plain
-    for content in (more, {"content": []}):  # as an answer without a token has it
+    for content in (more, {"content": []}):  # as in an assistant message without content
         turns = [{"role": "assistant"} | content, USER]
         assert read_fields({"messages": turns}, MESSAGES)["messages"] == [*plain, USER]
 
@@ -486,7 +487,7 @@ def test_a_refusal_names_a_field_that_the_endpoint_takes(endpoint: str) -> None:
         hint = refused.value.message.partition(": ")[2]
         own = re.findall(r"(?:use|the name is) ([a-z_]+)", hint)
         assert own or "/v1/" in hint or " " in hint, hint
-        if endpoint != "completions":  # there is less to be had, and its hints are a chat's
+        if endpoint != "completions":  # its limit is lower, and its hints are those of a chat
             assert all(field in known for field in own), (name, hint)
             assert f"/v1/{endpoint}" not in hint, (name, hint)
 

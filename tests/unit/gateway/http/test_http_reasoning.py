@@ -1,4 +1,4 @@
-"""Separation of reasoning and answer, for any chunking; the handling by templates and grammars."""
+"""Separation of reasoning and answer, for any chunking, with templates and grammars."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_families_are_known_by_their_templates() -> None:
     assert format_of_template("no <think>") is None
 
 
-# --- what a request chooses -----------------------------------------------------------------------
+# --- request options ------------------------------------------------------------------------------
 
 
 def template(folder: Path, text: str) -> ChatTemplate:
@@ -210,7 +210,7 @@ def library_of(vocabulary: Tokenizer) -> Any:
 
 
 def follow(vocabulary: Tokenizer, grammar: str, text: str) -> tuple[str, bool]:
-    """As much of the text as the grammar lets through, and whether it may end there."""
+    """How much of the text the grammar accepts, and whether it may end there."""
     llguidance = pytest.importorskip("llguidance")
     matcher = llguidance.LLMatcher(library_of(vocabulary), grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()

@@ -1,4 +1,4 @@
-"""Response formats: log-probabilities, choices, chat templates as transformers renders them."""
+"""Response formats: log-probabilities, choices, and chat templates rendered as by transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from baton.gateway.text.tokenizer_file import load_tokenizer
 
 
 def token_of(token_id: int) -> TokenText:
-    if token_id >= 128:  # a byte that is no character alone
+    if token_id >= 128:  # a byte that is no complete character
         return TokenText("\ufffd", bytes([token_id]))
     return TokenText(chr(token_id) * 2, (chr(token_id) * 2).encode())
 
@@ -44,7 +44,7 @@ def result(reason: FinishReason = FinishReason.STOP, matched: str | None = None)
 
 
 def written(answer: Any) -> Any:
-    """As a client reads it."""
+    """The response as parsed by a client."""
     return json.loads(json_text(answer))
 
 
@@ -66,7 +66,8 @@ def test_logprobs_of_completions() -> None:
 
 
 def test_offsets_behind_characters_of_several_tokens() -> None:
-    """`é` of two tokens, an emoji of three, and a byte that is never a character."""
+    """Offsets are right after characters of two tokens and of three, and after a byte that never
+    becomes a character."""
     pieces = [b"x", b"\xc3", b"\xa9", b" =", b"\xf0\x9f", b"\x98", b"\x80", b"y", b"\xff", b"z"]
     offsets = TextOffsets()
     tokens = [TokenText(piece.decode(errors="replace"), piece) for piece in pieces]
@@ -81,7 +82,8 @@ def test_offsets_behind_characters_of_several_tokens() -> None:
 async def test_offsets_are_of_the_text_that_is_shown(
     tmp_path: Path, vocabulary: str, skips: bool, prompt: str, is_text: bool
 ) -> None:
-    """A begin token is put before all, and EOS is amid the output."""
+    """Offsets refer to the visible text, with a BOS token at the start and EOS inside the
+    output."""
     library = write_chat_model(tmp_path, vocabulary, "x")
     begin, end = named_tokens(vocabulary)
     begin_id, end_id = library.token_to_id(begin), library.token_to_id(end)
@@ -234,7 +236,7 @@ def test_tool_calls_streamed_and_whole(most: int | None) -> None:
 
 @pytest.mark.parametrize("text", [CALLS[:-24], CALLS.replace("f", "g")[:40]])
 def test_a_stop_string_amid_a_call_is_no_call(text: str) -> None:
-    """What a client would take for its arguments is a part of them."""
+    """A stop string cuts the arguments of a call, so the fragment is not returned as a call."""
     whole = chat(parser=HERMES.parser([])).choice(OutputChunk(text, (A,), 0, result()))
     assert whole.finish_reason == "stop"
     choice = chat(parser=HERMES.parser([]))

@@ -1,4 +1,4 @@
-"""Requests for structured output over HTTP and gRPC: one constraint each, or one refusal."""
+"""Structured output over HTTP and gRPC: each request has one constraint or one refusal."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ ANY_OBJECT = Constraint(KIND.JSON_SCHEMA, '{"type": "object"}')
 
 
 def grammar_of(tools: Any, choice: ToolChoice, tool_format: ToolFormat = HERMES) -> str:
-    """Of a forced call, where no tag is one token."""
+    """The grammar of a forced call, for tags that are not single tokens."""
     return call_grammar(tools, choice, tool_format.middle, tool_format.end, json.dumps)
 
 
 def read(body: dict[str, Any]) -> tuple[Constraint | None, str | None]:
-    """What it becomes behind the validator, and the name that errors speak of."""
+    """The validated request, and the field name that errors use."""
     fields, name = constraint_of(read_fields(body, FIELDS))
     constraint = check_sampling(common_pb2.SamplingParams(**fields), 100).constraint
     return constraint, None if constraint is None else name
@@ -225,7 +225,7 @@ def test_a_strict_tools_schema_must_be_understood(grammars: Grammars) -> None:
         grammars.compile(Constraint(KIND.GRAMMAR, source))
 
 
-# --- what the gateway knows before it asks a node ------------------------------------------------
+# --- what the gateway checks before it contacts a node -------------------------------------------
 
 
 def linked(incarnation: str, role: Role, can_constrain: bool) -> LinkedEngine:
@@ -295,7 +295,7 @@ async def test_the_check_is_bounded(grammars: Grammars, monkeypatch: pytest.Monk
 
 async def test_without_grammars_the_check_refuses(tmp_path: Path) -> None:
     check = ConstraintCheck(Grammars(tmp_path, VOCAB_SIZE, [EOS_ID]))
-    with pytest.raises(BatonError, match="not there") as refused:
+    with pytest.raises(BatonError, match="missing") as refused:
         await check.check(Constraint(KIND.REGEX, "a"))
     assert refused.value.code == "unsupported_parameter"
     check.close()

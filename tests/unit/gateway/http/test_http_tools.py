@@ -1,4 +1,4 @@
-"""Tool calls in a model's text: the same deltas for any chunking of the text."""
+"""Tool calls in a model's text: the deltas are the same for any chunking of the text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOOLS: list[Any] = [
 
 @dataclass
 class Received:
-    """Deltas added up."""
+    """The sum of the deltas."""
 
     content: str = ""
     calls: list[list[str]] = field(default_factory=list)  # [name, arguments]
@@ -167,7 +167,7 @@ def test_calls_in_text(tool_format: ToolFormat, text: str, content: str, calls: 
 def test_no_piece_of_a_tag_behind_a_call_is_content(
     tool_format: ToolFormat, begun: str, rest: str
 ) -> None:
-    """Wherever the generation was cut."""
+    """Wherever the generation is cut, no part of a tag after a call becomes content."""
     whole = parsed(tool_format, [begun])
     assert whole.calls == [["a", "{}"]]
     for end in range(len(rest)):
@@ -197,7 +197,8 @@ def test_cuts_do_not_matter(tool_format: ToolFormat, words: list[str], data: Any
 
 
 def test_a_long_call_takes_time_by_its_length() -> None:
-    """Not by the square of it: that would be half a minute, in which nobody else is served."""
+    """Parsing a long call takes linear time; quadratic time would block the event loop for half a
+    minute."""
     text = hermes("write", {"text": "a" * 1_500_000})
     began_s = time.perf_counter()
     assert len(parsed(HERMES, [text]).calls[0][1]) > 1_500_000
@@ -205,7 +206,8 @@ def test_a_long_call_takes_time_by_its_length() -> None:
 
 
 def test_many_calls_that_are_none_in_one_piece() -> None:
-    """Of which the rest was copied for each of their characters: half a minute."""
+    """Many malformed calls in one chunk take linear time; copying the rest for each character would
+    take half a minute."""
     tag = "<｜tool▁call▁begin｜>"
     began_s = time.thread_time()
     assert parsed(FORMATS["deepseek_v31"], [tag * 32_000]).content == tag * 32_000
@@ -284,7 +286,7 @@ def test_tags_that_are_one_token_are_named_by_it() -> None:
     assert HERMES.literal("</tool_call>", ids.get) == '"</tool_call>"'
 
 
-# --- what models write, of any arguments, cut anywhere --------------------------------------------
+# --- model output with any arguments, cut at any point --------------------------------------------
 
 _TAGS = (
     "</tool_call>",
@@ -350,7 +352,7 @@ WRITTEN: dict[str, Any] = {
 @settings(max_examples=40, deadline=None)
 @given(calls=_CALLS_OF, data=st.data())
 def test_calls_are_read_however_they_are_cut(name: str, calls: Calls, data: Any) -> None:
-    if name == "pythonic":  # names are identifiers there, with dots
+    if name == "pythonic":  # its names are identifiers with dots
         calls = [(called.replace("-", "_"), arguments) for called, arguments in calls]
     text = WRITTEN[name](calls)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
@@ -362,7 +364,8 @@ def test_calls_are_read_however_they_are_cut(name: str, calls: Calls, data: Any)
 
 @pytest.mark.parametrize("name", ["hermes", "deepseek_v31", "kimi_k2"])
 def test_many_calls_in_one_piece_take_time_by_their_number(name: str) -> None:
-    """Not by the square of it: that would be 12 to 17 s, in which nobody else is served."""
+    """Parsing many calls takes linear time; quadratic time would block the event loop for 12 to 17
+    s."""
     text = WRITTEN[name]([("f", {})] * 50_000)
     began_s = time.thread_time()
     found = parsed(FORMATS[name], [text])
@@ -371,7 +374,7 @@ def test_many_calls_in_one_piece_take_time_by_their_number(name: str) -> None:
 
 
 def test_every_format_is_written() -> None:
-    assert set(FORMATS) - set(WRITTEN) == {"qwen3_coder"}  # its values are by the schema: CASES
+    assert set(FORMATS) - set(WRITTEN) == {"qwen3_coder"}  # its values depend on the schema: CASES
 
 
 _NOW = ["now", '{"zone": "UTC"}']

@@ -1,4 +1,4 @@
-"""Conversations behind response ids: bounded in bytes, fair between tenants, and they expire."""
+"""Conversations stored by response id: bounded in bytes, fair between tenants, with expiry."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_messages_in_a_row_are_joined() -> None:
     ],
 )
 def test_a_long_row_of_messages_is_joined_at_once(message: dict[str, object]) -> None:
-    """As many as a request may have: one after the other, all so far are copied each time."""
+    """A chain of the greatest length is joined in linear time, without a copy per message."""
     began_s = time.thread_time()
     (whole,) = joined([message] * 4096)
     assert time.thread_time() - began_s < AT_ONCE_S / 5

@@ -46,7 +46,7 @@ def access(tmp_path: Path, keys: dict[str, str]) -> Access:
 
 
 class Door:
-    """As much of the front door as the middleware needs."""
+    """The part of the front door that the middleware uses."""
 
     is_draining = False
 
@@ -63,7 +63,7 @@ class Template:
     num_rendered = 0
 
     def check_variables(self, names: object, param: str) -> None:
-        """Any."""
+        """Accept any names."""
 
     async def render(self, messages: list[dict[str, str]], *_: object) -> ChatPrompt:
         self.num_rendered += 1
@@ -73,7 +73,7 @@ class Template:
 async def ask(
     access: Access, path: str, method: str = "GET", *, door: Door | None = None, **headers: str
 ) -> tuple[int, web.StreamResponse]:
-    """What the two middlewares make of a request to a route that answers 200 with the tenant."""
+    """Status and response of the two middlewares for a route that returns the tenant with 200."""
     app = web.Application()
     app[ACCESS], app[APP_STATE] = access, door or Door()  # type: ignore[misc]
     given = {"Host": "127.0.0.1:8000"} | {k.replace("_", "-"): v for k, v in headers.items()}
@@ -146,7 +146,8 @@ def test_scopes_by_path() -> None:
 
 
 def test_every_route_that_exists_has_its_scope() -> None:
-    """A new group of routes is named here and in access.py, or it is an administrator's."""
+    """A new group of routes must be listed here and in access.py, or it requires an
+    administrator."""
     paths = {route.path for group in ROUTE_GROUPS for route in group}
     assert {
         path for path in paths if scope_of(path, exists=True) == INFER
@@ -179,7 +180,7 @@ async def test_who_is_turned_away_is_counted(access: Access, keys: dict[str, str
     await ask(access, "/v1/models", door=door, Authorization=f"Bearer {keys[METRICS]}")
     await ask(access, "/live", door=door)
     for path in ("/dashboard", "/metrics", "/api/snapshot", "/admin/keys", "/nothing"):
-        await ask(access, path, door=door)  # no calls
+        await ask(access, path, door=door)  # these requests do not count as calls
     assert door.turned == ["http unauthenticated", "http permission_denied"]
 
 
@@ -203,7 +204,8 @@ async def test_a_browser_logs_in_and_reads(access: Access, keys: dict[str, str])
 async def test_a_cookie_is_secure_where_the_browser_sees_tls(
     access: Access, keys: dict[str, str], origin: str | None, is_secure: bool
 ) -> None:
-    """Behind a proxy that ends TLS, only the browser and the proxy know of it."""
+    """Behind a proxy that terminates TLS, only the browser's Origin header shows that TLS is
+    used."""
     app = web.Application()
     app[ACCESS] = access
     body = f"key={keys[METRICS]}".encode()

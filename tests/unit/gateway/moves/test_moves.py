@@ -1,4 +1,6 @@
-"""Which requests move, and where: with engines of known cost; then a gateway with fake engines."""
+"""Which requests move, and to which engine: with engines of known cost, then a gateway with fake
+engines.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,12 @@ from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.prefix_index.mirror import PrefixMirror
 
-COST = StepCost(0.005, (0.0,) * 10, 0.0, 1e-8, max_rows=8192)  # 5 ms, and 10 ms a million keys
+COST = StepCost(0.005, (0.0,) * 10, 0.0, 1e-8, max_rows=8192)  # 5 ms, and 10 ms per million keys
 PROMISE_S = 0.015
 
 
 def steps(name: str, *contexts: int, others: int = 0, **fields: object) -> EngineSteps:
-    """An engine with our requests of these contexts, and others' keys."""
+    """An engine with our requests of these contexts, and other gateways' keys."""
     shape = StepShape(num_decodes=len(contexts) + bool(others), keys=sum(contexts) + others)
     ours = [Running(f"{name}{index}", size) for index, size in enumerate(contexts)]
     known = EngineSteps(name, "fp", COST, PROMISE_S, shape, True, 100, 10_000_000, ours)
@@ -71,7 +73,8 @@ def test_a_gateway_moves_its_share() -> None:
 
 
 def test_all_leave_an_engine_whose_promise_was_withdrawn() -> None:
-    """However short its steps are without prompts. Others get what they keep their promise with."""
+    """All decodes leave, however short the engine's steps are; targets receive only what lets them
+    keep their promise."""
     left = steps("a", *[10_000] * 20, is_withdrawn=True, takes_more=False)
     assert len(chosen(left, steps("b"))) == 16, "at once"
     assert len(chosen(left, steps("b", 820_000))) == 2
@@ -97,8 +100,8 @@ def test_no_target_is_broken_by_what_comes_and_none_is_a_source(
 
 
 class World:
-    """A gateway with engines `a` and `b` and one request, on either; `is_streaming`: it has its
-    first token."""
+    """A gateway with engines `a` and `b` and one request on either; `is_streaming`: its first token
+    has arrived."""
 
     def __init__(self, num_requests: int = 1, *, is_streaming: bool = True) -> None:
         self.clock = FakeClock()
@@ -152,7 +155,7 @@ class World:
     def add_prefill_engine(
         self, *, waiting_tokens: int = 0, is_promising: bool = False, **fields: object
     ) -> FakeLink:
-        """`p`, which both others can pull from."""
+        """Add `p`, from which both others can pull."""
         link = self.links["p"] = FakeLink("p")
         member = Member("p", Role.PREFILL, "p", "h:1", "demo", "fp", 1 << 20, 16, 1 << 20)
         engine = self._add(member, link)
@@ -163,7 +166,7 @@ class World:
         return link
 
     def report(self, busy: str, **fields: object) -> None:
-        """Heartbeats; the promise of `busy` is broken."""
+        """Send heartbeats; engine `busy` breaks its promise."""
         for name, engine in self.table.engines.items():
             load = ReportedLoad(
                 *(3, 0, 0, 1 << 16, 0, False, frozenset()),
@@ -205,7 +208,8 @@ async def test_the_mover_sends_them_with_the_old_engine_as_their_source() -> Non
 
 
 async def test_a_promise_that_is_withdrawn_sends_away_what_decodes_there() -> None:
-    """Its target is one for decodes that outlast it, which no step of theirs breaks."""
+    """Decodes leave an engine whose promise is withdrawn, although their steps keep within its
+    looser target for remaining decodes."""
     world = World()
     (source,) = world.movable
     target, load = "ab"[source == "a"], world.table.engines[source].load
@@ -236,7 +240,7 @@ async def test_nothing_moves_without_a_link_or_to_who_is_busy_or_drains() -> Non
 
 
 async def test_what_some_engine_does_not_serve_stays() -> None:
-    """Constraints, adapters and contexts, where engines of a model differ."""
+    """A request stays if no target supports its constraint, adapter or context length."""
     world = World()
     (session,) = world.running
     (source,) = world.movable
@@ -257,7 +261,7 @@ async def test_what_some_engine_does_not_serve_stays() -> None:
 
 
 async def test_a_prompt_leaves_decodes_that_leave_it_no_room() -> None:
-    """An engine that computes prompts alone would have had it long ago."""
+    """A prompt that decodes leave no room is dispatched again, to an engine that only prefills."""
     world = World(is_streaming=False)
     (session,) = world.running
     assert session.attempt is not None
@@ -290,7 +294,8 @@ async def test_a_prompt_stays_where_nobody_would_be_quicker() -> None:
 
 
 async def test_a_long_prompt_takes_long_anywhere() -> None:
-    """Each of its tokens sees all before it: half a second for these, where nothing else runs."""
+    """A long prompt is given more time first: its attention takes half a second even on an idle
+    engine."""
     world = World(is_streaming=False)
     prefill = world.add_prefill_engine(step_cost=replace(COST, pair_s=1e-6))
     world.clock.advance(0.9)
@@ -302,7 +307,7 @@ async def test_a_long_prompt_takes_long_anywhere() -> None:
 
 
 async def test_requests_that_stream_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be thousands, four times a second."""
+    """Streaming requests are skipped: there may be thousands, four times a second."""
     world = World(num_requests=3)
     world.add_prefill_engine()
     monkeypatch.setattr(mover, "_beside_decodes_since_s", lambda one: pytest.fail(one.request_id))
@@ -310,7 +315,8 @@ async def test_requests_that_stream_are_not_looked_at(monkeypatch: pytest.Monkey
 
 
 async def test_the_only_decode_engine_gets_the_prompt_from_another() -> None:
-    """Not to compute it after all, as its estimate is still the least."""
+    """The prompt is handed off, not computed on the decode engine, whose estimate is still the
+    lowest."""
     world = World(num_requests=0)
     world.table.remove("b")
     (session,) = world.running = [world.session("r0")]
@@ -327,7 +333,7 @@ async def test_the_only_decode_engine_gets_the_prompt_from_another() -> None:
 
 
 async def test_an_engine_that_could_hand_it_off_does_not_get_its_prompt_back() -> None:
-    """One of the prefill role, as its estimate is still the least."""
+    """The prompt does not return to its prefill engine, whose estimate is still the lowest."""
     world = World(num_requests=0)
     world.table.remove("b")
     slow = world.add_prefill_engine(is_promising=True)
@@ -371,7 +377,8 @@ async def test_a_prompt_that_finds_no_place_then_has_not_waited_for_one_before()
 
 
 async def test_a_prompt_stays_where_nobody_else_serves_it() -> None:
-    """An adapter that the quicker engine does not serve; and who decodes cannot pull from that."""
+    """A prompt stays if the faster engine lacks its adapter, or the decode engine has no link to
+    it."""
     for has_adapter, links in ((True, frozenset("p")), (False, frozenset[str]())):
         world = World(is_streaming=False)
         (session,) = world.running
@@ -388,7 +395,8 @@ async def test_a_prompt_stays_where_nobody_else_serves_it() -> None:
 
 
 async def test_a_search_is_not_begun_anew() -> None:
-    """Its tokens come at its end: that there are none says nothing of its prompt."""
+    """A beam search is not restarted: it sends its tokens at its end, so none does not mean that
+    its prompt waits."""
     world = World(num_requests=0)
     search = world.session("search", use_beam_search=True, best_of=2)
     world.sessions.start(search)
@@ -399,7 +407,7 @@ async def test_a_search_is_not_begun_anew() -> None:
 
 
 async def test_a_prompt_does_not_leave_an_engine_for_itself() -> None:
-    """One whose promise was withdrawn goes on with what it has."""
+    """An engine whose promise is withdrawn keeps the prompts that it has."""
     world = World(is_streaming=False)
     (session,) = world.running
     assert session.attempt is not None

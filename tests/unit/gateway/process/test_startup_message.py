@@ -32,7 +32,7 @@ def lines(
 
 
 def curl_of(line: str, tmp_path: Path) -> list[str]:
-    """The arguments that a shell gives to curl for the line that is to be pasted."""
+    """The arguments that a shell passes to curl for the line to paste."""
     (tmp_path / "curl").write_text('#!/bin/sh\nfor a in "$@"; do printf "%s\\\\0" "$a"; done\n')
     (tmp_path / "curl").chmod(0o700)
     shown = subprocess.run(

@@ -1,6 +1,4 @@
-"""The load of the last seconds: the length of the window, and the share of waiting prompts that
-counts.
-"""
+"""The measured load of the last seconds: the window's length, and how queued prompts count."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ PERIOD_S = 0.5
 
 
 class Played:
-    """One engine that is looked at again and again. Prompts come in lots: so many each look."""
+    """One engine, polled repeatedly; `look` adds that many prompts since the last poll."""
 
     def __init__(self) -> None:
         member = Member("d", Role.DECODE, "d", "h:1", "demo", "fp", 1 << 17, 16, 1 << 15)
@@ -48,16 +46,17 @@ def test_a_load_that_stays_is_the_mean_of_many_seconds() -> None:
     played = Played()
     for number in range(80):
         played.look(2 if number % 2 else 1, 8000, 500)
-    for _ in range(8):  # of the last four seconds, by chance
+    for _ in range(8):  # four seconds of more prompts, within chance
         played.look(2, 8000, 500)
     mix = played.mix()
-    assert mix.num_prompts == 52  # of 16 s: 24 looks with 1.5 each, 8 with 2
+    assert mix.num_prompts == 52  # over 16 s: 24 polls with 1.5 each, 8 with 2
     assert mix.prompt_tokens_per_s == pytest.approx(52 / 16 * 8000)
     assert mix.output_tokens_per_s == pytest.approx(1000)
 
 
 def test_decodes_are_as_many_as_now() -> None:
-    """They go on for long, and one that ends is no chance in what arrives."""
+    """The decode rate is that of the last seconds only: decodes last long, so a change in it is not
+    due to random arrivals."""
     played = Played()
     for number in range(40):
         played.look(2, 8000, 500 if number < 32 else 400)
@@ -71,7 +70,8 @@ def test_decodes_are_as_many_as_now() -> None:
     ids=str,
 )
 def test_a_load_that_changes_is_that_of_the_last_seconds(changed: tuple[int, int, int]) -> None:
-    """More prompts, shorter ones, none, fewer that are longer, or longer outputs."""
+    """A significant change resets the window: more prompts, shorter ones, none, fewer longer ones,
+    or longer outputs."""
     played = Played()
     for _ in range(40):
         played.look(2, 8000, 500)
@@ -88,7 +88,8 @@ def test_a_load_that_changes_is_that_of_the_last_seconds(changed: tuple[int, int
 
 
 def test_what_waits_counts_by_how_it_grows_and_by_what_would_be_late() -> None:
-    """A queue that comes and goes is no load of its own."""
+    """Queued tokens count by the queue's growth and by those that would miss the TTFT; a queue that
+    comes and goes adds nothing."""
     played = Played()
     for number in range(40):
         played.look(2, 8000, 500, waiting=16_000 if number % 2 else 0)

@@ -1,5 +1,5 @@
-"""A gateway that decides: heartbeats in, orders out; leases that begin, end, and are wrongly
-assumed.
+"""The gateway that decides on promises: heartbeats in, orders out; leases that begin, end, and are
+wrongly assumed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LONG, SHORT, HEAVY = (5, 8192, 256), (8, 256, 512), (6, 8192, 256)  # requests/s
 
 @dataclass
 class FakeLease:
-    """`granted`: the epoch that is given; None: somebody else has it, or Redis is away."""
+    """`granted`: the epoch returned; None: another gateway holds the lease, or Redis is away."""
 
     granted: int | None = 1
     epoch: int | None = None
@@ -44,7 +44,7 @@ class FakeLease:
 
 
 class World:
-    """Engines that do what they are ordered, with counters as after `(per_s, prompt, output)`."""
+    """Engines that execute orders, with counters as under a load `(per_s, prompt, output)`."""
 
     def __init__(self, num_prefill: int = 1, num_decode: int = 1) -> None:
         self.clock = FakeClock()
@@ -69,7 +69,8 @@ class World:
         self.table.add(LinkedEngine(member, self.links[name], load, own_target_s=own_target_s))
 
     def play(self, seconds: float, mix: tuple[float, float, float]) -> None:
-        """So long under this load, which engines share; the leader looks all the while."""
+        """Run for that long under this load, shared by the engines; the leader polls all the
+        while."""
         asyncio.run(self._play(seconds, mix))
 
     async def _play(self, seconds: float, mix: tuple[float, float, float]) -> None:
@@ -119,7 +120,8 @@ def test_the_mix_changes_and_promises_follow_within_ten_seconds() -> None:
 
 
 def test_a_wish_moves_a_promise_once_it_has_lasted() -> None:
-    """Not one that comes and goes with what arrives."""
+    """A promise moves only if the decision is stable; one that varies with arrivals moves
+    nothing."""
     world = World()
     world.play(10, SHORT)
     for _ in range(20):
@@ -129,7 +131,8 @@ def test_a_wish_moves_a_promise_once_it_has_lasted() -> None:
 
 
 def test_requests_that_began_count_with_the_outputs_that_they_will_bring() -> None:
-    """Prompts as when LONG moves a promise; their decodes have not come yet, and fill both."""
+    """Expected outputs of started requests count: with prompts as when LONG moves a promise, long
+    outputs that will fill both engines keep it."""
     per_s, prompt, _ = LONG
     for mean, orders in ((0, [None]), (128, [None]), (100_000, [])):
         world = World()

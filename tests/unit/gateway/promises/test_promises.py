@@ -1,4 +1,4 @@
-"""How many engines promise nothing, and which: with known loads and costs."""
+"""How many engines make no promise, and which: with known loads and costs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from baton.gateway.promises.promises import (
     plan_moves,
 )
 
-# An 8B model on a GPU: 41,000 prompt tokens a second in full steps, 524 decodes within 24 ms; and
-# one whose weights take half of a step that keeps the promise.
+# An 8B model on a GPU: 41,000 prompt tokens/s in full steps, 524 decodes within 24 ms; and a model
+# whose weights take half of a step that keeps the promise.
 COST = StepCost(0.0046, (*(0.0,) * 6, 7.2e-6, *(20.6e-6,) * 3), 9e-10, 3.2e-8, max_rows=8192)
 LARGE = replace(COST, base_s=0.012)
 TARGET = Target(0.024, 1.0, 8192)
 
 
 def mix(prompt_tokens: float, output_tokens: float, per_s: float, num: float | None = None) -> Mix:
-    """Of so many prompts, or of as many as come in the seconds that count."""
+    """A load with that many prompts in the window, by default those that arrive within SPAN_S."""
     context = prompt_tokens + output_tokens / 2
     num = SPAN_S * per_s if num is None else num
     return Mix(prompt_tokens, per_s * prompt_tokens, per_s * output_tokens, context, num)
@@ -52,7 +52,7 @@ def test_full_steps_where_prompts_fill_the_engines() -> None:
 
 @pytest.mark.parametrize("promise_s", [0.0144, 0.024, 0.048])
 def test_a_load_that_steps_beside_decodes_can_take_as_well_moves_nothing(promise_s: float) -> None:
-    """Whatever comes, up to what two engines serve well."""
+    """No promise moves at any load that two engines serve well with prompts beside decodes."""
     target = replace(TARGET, tbt_s=promise_s, chunk=2048)
     served_well = 0
     for per_s in range(2, 40):
@@ -64,7 +64,8 @@ def test_a_load_that_steps_beside_decodes_can_take_as_well_moves_nothing(promise
 
 
 def test_a_load_that_stays_keeps_what_it_chose_though_chance_brings_less() -> None:
-    """Decodes that one engine has place for, and first tokens that come sooner from full steps."""
+    """The decodes fit on one engine, and full steps give first tokens sooner: the choice survives
+    random dips of the prompt rate."""
     cost = replace(COST, base_s=0.0041, key_s=3.5e-8, mixed_s=0.7e-3, mixed_pair_s=1e-9)
     target = Target(0.0125, 0.5, 2048)
     streams = Mix(5000, 33_000, 6700, 2200, 100)
@@ -78,7 +79,7 @@ def test_a_load_that_stays_keeps_what_it_chose_though_chance_brings_less() -> No
 
 @given(st.floats(1, 3000))
 def test_decodes_between_two_rates_take_what_is_between(outputs_per_s: float) -> None:
-    """What is known of some rates stands for those around them without steps."""
+    """Rates between two tabulated ones are interpolated without jumps."""
     shares = GoodShares(COST, mix(1024, outputs_per_s, 1.0), TARGET, 1)
     few, more = (shares._mixed_engines(1, times) for times in (1.0, 1.001))
     assert few[0] <= more[0] * 1.0001 and few[1] >= more[1] * 0.9999
@@ -86,13 +87,14 @@ def test_decodes_between_two_rates_take_what_is_between(outputs_per_s: float) ->
 
 
 def test_decodes_get_all_engines_where_they_fill_them() -> None:
-    """22 requests/s of 1024 tokens are 540 decodes in steps of 24 ms."""
+    """Decodes that need all engines get them: 22 requests/s of 1024 tokens are 540 decodes in steps
+    of 24 ms."""
     for per_s in (22, 26, 32):
         assert choose_num_pure(COST, mix(256, 1024, per_s), TARGET, 1, 1, 1) == 0
 
 
 def test_chance_in_what_arrives_moves_nothing_to_and_fro() -> None:
-    """What a load moved stays through half of what it would take to move it back."""
+    """Hysteresis: a move persists down to half of the change that would reverse it."""
     entered = next(
         per_s / 10
         for per_s in range(10, 200)
@@ -104,8 +106,7 @@ def test_chance_in_what_arrives_moves_nothing_to_and_fro() -> None:
 
 
 def test_a_heavier_load_has_more_decodes_too() -> None:
-    """One engine could decode for all at the load that came; it is no tenth away from more than it
-    has place for."""
+    """One engine could decode the measured load, but not one that is a tenth heavier."""
     cost = replace(COST, mixed_s=2.5e-3, mixed_pair_s=1e-9)
     load = mix(1024, 512, 31.0)
     shares = GoodShares(cost, load, replace(TARGET, chunk=2048), 2)
@@ -115,7 +116,7 @@ def test_a_heavier_load_has_more_decodes_too() -> None:
 
 
 def test_fewer_prompts_tell_less() -> None:
-    """The same load, known by as few prompts as come in four seconds or by very many."""
+    """Fewer observed prompts give a less certain estimate of the same load."""
     few, many = (GoodShares(LARGE, mix(8192, 256, 4.0, num), TARGET, 2) for num in (4, 10_000))
     assert many.expected_share(1) == pytest.approx(many.share(1), abs=0.01)
     assert few.expected_share(1) < many.expected_share(1) - 0.02
@@ -123,7 +124,8 @@ def test_fewer_prompts_tell_less() -> None:
 
 @pytest.mark.parametrize("prompt_tokens", [512, 2048, 8192])
 def test_full_steps_are_those_of_whole_prompts(prompt_tokens: int) -> None:
-    """One prompt in as many steps as it takes, or several in one step."""
+    """The throughput in full steps is that of whole prompts: one over several steps, or several in
+    one."""
     chunk, seconds = 2048, 0.0
     for context in range(0, prompt_tokens, chunk):
         step = StepShape()
@@ -169,13 +171,14 @@ def test_the_same_load_moves_nothing_to_and_fro(
 
 
 def test_all_promise_again_where_nothing_helps() -> None:
-    """Prompts that take longer than the TTFT that is wanted, whatever engines promise."""
+    """All engines promise again if prompts take longer than the wanted TTFT under any choice."""
     rare = mix(32_768, 256, 0.02, LEAST_PROMPTS)
     assert choose_num_pure(COST, rare, replace(TARGET, chunk=2048), 1, 1, 1) == 0
 
 
 def test_the_first_prompts_after_a_pause_change_nothing() -> None:
-    """They are few, and so would be served by engines that all promise."""
+    """Few prompts after a pause would be served by engines that all promise: they change
+    nothing."""
     for num_prompts, wanted in ((3, 1), (8, 1), (LEAST_PROMPTS, 0)):
         first = mix(8192, 256, num_prompts / SPAN_S)
         assert choose_num_pure(COST, first, TARGET, 1, 1, 1) == wanted

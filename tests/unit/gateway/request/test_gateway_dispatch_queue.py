@@ -1,4 +1,4 @@
-"""Requests that wait at the gateway: who goes first, what is held back, and that nothing is left
+"""Requests queued at the gateway: their order, which are held back, and that no state is left
 behind.
 """
 
@@ -27,7 +27,7 @@ from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
-H200 = linear_cost(0.005, 25e-6)  # of an 8B model: 8k tokens in 0.21 s
+H200 = linear_cost(0.005, 25e-6)  # an 8B model: 8k tokens in 0.21 s
 
 
 def percentile(values: list[float], percent: float) -> float:
@@ -36,7 +36,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 def played(decode: EngineSetup, max_queue_s: float | None = None) -> Simulation:
-    """One prefill engine, and this one to decode."""
+    """A simulation of one prefill engine and this decode engine."""
     prefill = EngineSetup(Role.PREFILL, prefill_chunk_tokens=8192)
     return Simulation(H200, {"prefill": prefill, "decode": decode}, max_queue_s=max_queue_s)
 
@@ -67,9 +67,10 @@ async def test_a_light_caller_beside_ten_bulk_callers() -> None:
 async def test_a_full_decode_engine_lets_prompts_wait_before_their_prefill(
     max_queue_s: float | None,
 ) -> None:
-    """16.5 requests/s where 15 can be decoded: who waits, waits for the first token."""
+    """With 16.5 requests/s where 15 can be decoded, requests wait before their first token, not
+    after it."""
     rng, seconds, num_outputs = random.Random(0), 40.0, 33
-    # 24 at once, for 32 steps of 50 ms each.
+    # 24 sequences at once, for 32 steps of 50 ms each.
     decode = EngineSetup(Role.DECODE, max_num_seqs=24, cost=linear_cost(0.05, 1e-9))
     cluster = played(decode, max_queue_s)
     due_s, num_calls = 0.0, 0
@@ -92,7 +93,7 @@ async def test_a_full_decode_engine_lets_prompts_wait_before_their_prefill(
 
 
 class Places(FakeRouter):
-    """So many requests may be dispatched yet, and `num_turns` of their callers' prompts."""
+    """A router with `num_places` free slots and `num_turns` dispatches."""
 
     num_places = 0
     num_turns = 1000
@@ -109,7 +110,7 @@ class Places(FakeRouter):
 
 
 class Rig:
-    """Sessions of several callers before one pair of engines."""
+    """Sessions of several callers with one pair of engines."""
 
     def __init__(self, num_places: int = 0, **limits: float) -> None:
         self.clock = FakeClock()
@@ -186,7 +187,7 @@ async def test_places_go_to_callers_in_turn_and_nobody_passes_the_head() -> None
     rig.start("b1", 2, 10)
     rig.free(2)
     assert rig.dispatched == ["a0", "b0"]
-    rig.start("n", 3, 10, n=4)  # needs four places at once, and is the lightest
+    rig.start("n", 3, 10, n=4)  # needs four slots at once, from the lightest caller
     num_asked = len(rig.router.demands)
     for _ in range(3):
         rig.free()
@@ -229,10 +230,10 @@ async def test_a_held_caller_goes_on_when_its_next_one_ends_early() -> None:
     rig.router.blocked = Blocked.TURN
     for name in ("a", "b", "c", "d"):
         rig.start(name, 1)
-    rig.table.cancel(rig.sessions["b"], Cancelled("gone"))  # held
+    rig.table.cancel(rig.sessions["b"], Cancelled("gone"))  # a held request
     rig.router.blocked, rig.router.num_places = None, 0
     rig.released.add(1)
-    rig.table.engine_step("p", ())  # the next one finds no place
+    rig.table.engine_step("p", ())  # no slot for the next request
     rig.table.cancel(rig.sessions["a"], Cancelled("gone"))
     rig.free(2)
     assert rig.dispatched == ["c", "d"] and rig.is_clean()
@@ -243,7 +244,7 @@ async def test_what_is_aborted_gets_no_place_that_is_free_by_that() -> None:
     for name in ("a", "b", "other"):
         rig.start(name)
     rig.router.num_places = 1
-    rig.released.add(1)  # by the end of the first
+    rig.released.add(1)  # released by the first one's end
     assert rig.table.abort(["a", "b"]) == 2
     assert rig.dispatched == ["a", "other"] and rig.is_clean()
 
@@ -385,12 +386,12 @@ async def test_what_is_held_keeps_its_order_through_engines_that_go_and_callers_
         rig.start(name)
     prefill, rig.router.prefill = rig.router.prefill, []
     rig.released.add(1)
-    rig.table.cluster_changed()  # one of them is stranded
+    rig.table.cluster_changed()  # one of them is left waiting
     rig.router.prefill = prefill
     rig.table.cluster_changed()
     rig.router.num_places = 0
     rig.router.num_turns = 1000
-    rig.start("other", 2)  # nobody passes it
+    rig.start("other", 2)  # must not overtake
     for _ in range(2):
         rig.released.add(1)
         rig.table.cluster_changed(is_load_only=True)

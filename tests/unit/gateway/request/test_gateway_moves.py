@@ -1,5 +1,5 @@
 """A running request that moves from one engine to another: by hand, and in every order of both
-engines' messages. In all cases the client sees the tokens of one engine, each once.
+engines' messages. In all cases the client receives the tokens of one engine, each once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Rig:
             limits=SessionLimits(max_attempts=3, settle_s=0.0),
         )
         self.session.try_dispatch()
-        self.sent = {("a", 0): 0}  # how far each attempt is
+        self.sent = {("a", 0): 0}  # tokens sent by each attempt
         self.ends: list[str] = []
         for _ in range(num_streamed):
             self.step("a")
@@ -70,7 +70,7 @@ class Rig:
         return key
 
     def step(self, name: str, wrong: str = "") -> None:
-        """The engine's next token, as the last one where it is."""
+        """Send the engine's next token, with the finish reason if it is the last."""
         key = self.attempt_at(name)
         index = self.sent[key]
         if index < self.max_tokens:
@@ -111,9 +111,9 @@ def test_the_stream_goes_on_where_the_new_engine_has_confirmed_it() -> None:
     rig.step("a")
     rig.step("a")
     rig.step("b")  # e is confirmed
-    rig.step("a")  # g is kept back
+    rig.step("a")  # g is held back
     assert (rig.sink.text, rig.is_on) == ("abcdef", "a")
-    rig.step("b")  # f is confirmed: from here on it is b's
+    rig.step("b")  # f is confirmed: `b` leads from here on
     assert (rig.is_on, rig.links["a"].cancelled, rig.ends) == ("b", [0], ["moved"])
     rig.step("a")  # late
     assert rig.sink.text == "abcdef"
@@ -328,7 +328,7 @@ def test_every_order_gives_the_tokens_of_one_engine(story: list[str]) -> None:
                 rig.step("b", wrong="?")
                 assert "?" not in rig.sink.text or rig.is_on == "b"
                 if "?" in rig.sink.text:
-                    return  # nobody can know that it is
+                    return  # cannot be known
         elif what == "wait":
             rig.wait(0.1)
         elif name not in lost:

@@ -1,4 +1,4 @@
-"""Several samples of one prompt at the gateway, and the log-probabilities that come with tokens."""
+"""Several samples of one prompt at the gateway, and log-probabilities that come with tokens."""
 
 from __future__ import annotations
 
@@ -156,7 +156,8 @@ def test_logprobs_stay_with_their_tokens_whatever_overtakes() -> None:
 def test_scores_of_a_prompt_are_copied_for_its_first_chunk_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They come by as many outputs as the prompt has chunks."""
+    """Scores, which arrive in one output per chunk of the prompt, are copied once, for the first
+    chunk of text."""
     copied: list[int] = []
     all_scores = PromptScores.all
 

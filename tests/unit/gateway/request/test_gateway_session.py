@@ -1,4 +1,4 @@
-"""A session against fake links: every path of a request, one at a time."""
+"""A session with fake links: every path of a request, one at a time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LIMITS = SessionLimits(max_attempts=3, recovery_wait_s=2.0, avoid_s=0.3, settle_
 
 
 class Rig:
-    """One session, two prefill and two decode engines, and short words for what they do."""
+    """One session, two prefill and two decode engines, and short names for their actions."""
 
     def __init__(
         self, max_tokens: int = 5, stop: tuple[str, ...] = (), limits: SessionLimits = LIMITS
@@ -96,7 +96,7 @@ class Rig:
 
 
 def holding() -> Rig:
-    """Of engines that decode by a promise."""
+    """Engines that decode under a promise."""
     rig = Rig()
     rig.router.holds_first = True
     return rig.started()
@@ -181,7 +181,8 @@ def test_the_usual_way() -> None:
 
 
 def test_where_a_request_failed_is_known() -> None:
-    """With the stamps that came with the engine's error; of the last attempt."""
+    """The stamps that came with the engine's error name the stage of the last attempt that
+    failed."""
     assert unfinished_run(Rig().session) is None
     rig = Rig().started()
     assert (run := unfinished_run(rig.session)) is not None and not run.is_decoding
@@ -205,7 +206,7 @@ def test_where_a_request_failed_is_known() -> None:
 
 
 def one_engine(**fields: Any) -> Rig:
-    """Where one engine does all."""
+    """A rig in which one engine computes the whole request."""
     rig = Rig(**fields)
     rig.router.prefill = rig.router.decode = [rig.links["d1"]]
     return rig.started()
@@ -259,7 +260,7 @@ def test_the_short_way_takes_the_usual_token_alone() -> None:
     assert not take("d1", 0, 3, ord("x")), "too early"
     assert not take("d1", 0, 1, ord("x")), "a double"
     assert take("d1", 0, 2, ord("c")) and take("d1", 0, 3, ord("d"))
-    rig.send("d1", 5, "f", finish_reason=LENGTH)  # the one before is still under way
+    rig.send("d1", 5, "f", finish_reason=LENGTH)  # token 4 is still under way
     assert not take("d1", 0, 4, ord("e"))
     rig.send("d1", 4, "e")
     assert (rig.sink.text, rig.sink.finish_reason) == ("abcdef", LENGTH)
@@ -324,7 +325,8 @@ def test_a_request_that_the_prefill_node_ends() -> None:
 
 @pytest.mark.parametrize("decode_first", [True, False])
 def test_the_decode_node_hears_that_there_is_no_handoff(decode_first: bool) -> None:
-    """Its word `cancelled` may come before the prefill node's finish: it is no failure."""
+    """The decode node's `cancelled` may arrive before the prefill node's finish, and is no
+    failure."""
     rig = Rig().started()
     if decode_first:
         rig.send("d1", error=Cancelled("no hand-off"))
@@ -384,7 +386,7 @@ def test_a_lost_decode_node_is_replaced() -> None:
 
 def test_a_prefill_node_lost_before_its_token() -> None:
     rig = Rig().started()
-    rig.send("d1", 1, "b")  # whatever came early is of no use without token 0
+    rig.send("d1", 1, "b")  # tokens before token 0 are discarded
     rig.lose("p1")
     assert rig.cancels() == {"d1": [0]}
     rig.send("p2", 0, "a", attempt=1)
@@ -408,7 +410,7 @@ def test_a_prefill_node_lost_in_between_leaves_the_word_to_the_decode_node() -> 
     rig.lose("p1")
     assert rig.cancels() == {}
     rig.clock.advance(0.2)
-    rig.send("d1", 1, "b")  # it had everything already
+    rig.send("d1", 1, "b")  # its pull had already completed
     rig.wait(1.0)
     rig.send("d1", 2, "cde", finish_reason=LENGTH)
     assert rig.sink.text == "abcde"
@@ -472,7 +474,8 @@ def test_nodes_that_vanish_are_no_fault_of_the_request() -> None:
 
 
 def test_a_retry_waits_until_all_streams_of_a_lost_node_have_ended() -> None:
-    """The decode node may hear of its source's end before we do."""
+    """A retry waits for the end of all streams of the lost node, since the decode node may detect
+    the loss before the gateway does."""
     rig = Rig(limits=SessionLimits(settle_s=0.02))
     rig.started().send("d1", error=NodeLost("the stream to the source ended"))
     assert rig.session.next_wakeup_s == pytest.approx(0.02)
@@ -667,7 +670,8 @@ def test_a_cancel_while_it_waits_after_a_refusal() -> None:
 
 
 def test_one_that_kills_the_one_engine_by_its_decode_is_stopped_after_the_second() -> None:
-    """Each engine died behind the first token that it brought: the next one's clears nothing."""
+    """A request that kills two engines after their first tokens fails: the second token does not
+    clear the suspicion."""
     rig = one_engine()
     rig.send("d1", 0, "a")
     rig.router.prefill = rig.router.decode = [rig.links["d2"]]
@@ -681,7 +685,7 @@ def test_one_that_kills_the_one_engine_by_its_decode_is_stopped_after_the_second
 
 @pytest.mark.parametrize("error", [EngineFailed("no"), PromiseRefused("no")], ids=str)
 def test_what_a_failed_request_had_is_free_once_it_has_ended(error: BatonError) -> None:
-    """Not when the collector of garbage comes."""
+    """A failed request's memory is freed by reference counts, not by the garbage collector."""
     gc.collect()
     gc.disable()
     try:
@@ -698,7 +702,7 @@ def test_what_a_failed_request_had_is_free_once_it_has_ended(error: BatonError) 
 
 
 def test_a_request_that_streams_is_no_new_one_once_it_is_sent_back() -> None:
-    """`max_queue_s` is for what has not begun."""
+    """`max_queue_s` applies only to requests without a first token."""
     rig = Rig(limits=replace(LIMITS, max_queue_s=1.0)).started()
     rig.send("p1", 0, "a")
     rig.router.decode = []

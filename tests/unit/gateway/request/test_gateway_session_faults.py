@@ -44,12 +44,13 @@ class Held:
 
 @dataclass
 class SimEngine(FakeLink):
-    """An engine that plays its role step by step; `wire` is what it sent and nobody got yet."""
+    """An engine that plays its role step by step; `wire` holds what it sent and nobody received
+    yet."""
 
     is_alive: bool = True
     held: dict[int, Held] = field(default_factory=dict)
     wire: deque[EngineOutput] = field(default_factory=deque)
-    computed: dict[str, bool] = field(default_factory=dict)  # transfer -> did the request end here
+    computed: dict[str, bool] = field(default_factory=dict)  # transfer -> request ended here
 
     def dispatch(self, request: Request, *more: Any) -> None:
         super().dispatch(request, *more)
@@ -63,7 +64,7 @@ class SimEngine(FakeLink):
         self.held.pop(attempt, None)
 
     def say(self, held: Held, num_tokens: int, **fields: object) -> None:
-        """Send the next tokens of an attempt; the last one of all ends it."""
+        """Send the next tokens of an attempt; the last one of the output ends the attempt."""
         first, tokens = held.next_index, TEXT[held.next_index : held.next_index + num_tokens]
         held.next_index += len(tokens)
         limit = min(held.request.sampling.max_tokens, len(TEXT))
@@ -87,7 +88,7 @@ class SimEngine(FakeLink):
 
 
 class SessionMachine(RuleBasedStateMachine):
-    """Rules move one thing each; `teardown` lets the rest of the world run to its end."""
+    """Each rule is one event; `teardown` runs the rest to its end."""
 
     @initialize(
         max_tokens=st.integers(1, len(TEXT)),
@@ -127,7 +128,7 @@ class SessionMachine(RuleBasedStateMachine):
     def living(self) -> list[SimEngine]:
         return [engine for engine in self.engines.values() if engine.is_alive]
 
-    # --- what can happen --------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     @rule(pick=st.integers(0, 7), num_tokens=st.integers(1, 4))
     def step(self, pick: int, num_tokens: int) -> None:
@@ -173,7 +174,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 3), comes_back=st.booleans(), has_died=st.booleans())
     def kill(self, pick: int, comes_back: bool, has_died: bool) -> None:
-        """An engine is gone, with what it had on the wire; perhaps a new one takes its place."""
+        """An engine dies with its undelivered messages; a new one may replace it."""
         engine = self.living()[pick % len(self.living())]
         is_prefill = engine in self.router.prefill
         role = self.router.prefill if is_prefill else self.router.decode
@@ -207,10 +208,10 @@ class SessionMachine(RuleBasedStateMachine):
         if really == 9:
             self.session.cancel(Cancelled("the client left"))
 
-    # --- what must always hold --------------------------------------------------------------------
+    # --- invariants -------------------------------------------------------------------------------
 
     def expected(self) -> tuple[str, str]:
-        """(the tokens, the text) of a request that nothing happened to."""
+        """(tokens, text) of the request without faults."""
         tokens = TEXT[: self.max_tokens]
         for end in range(len(tokens) + 1):
             matched = [stop for stop in self.stop if tokens[:end].endswith(stop)]
@@ -233,7 +234,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_holds_what_is_over(self) -> None:
-        """Whoever still holds a request that ended, or an attempt given up, gets a Cancel."""
+        """An engine that holds a request that ended, or an abandoned attempt, is sent a Cancel."""
         assert self.session.is_over == self.sink.is_over
         attempts = [request.attempt for e in self.engines.values() for request, *_ in e.dispatched]
         current = set() if self.session.is_over else {max(attempts, default=0)}
@@ -246,7 +247,7 @@ class SessionMachine(RuleBasedStateMachine):
         assert len(ends) == int(self.session.is_over)
 
     def teardown(self) -> None:
-        """With no more faults the request ends: no hang, and before its deadline."""
+        """Without further faults the request ends before its deadline."""
         if not hasattr(self, "session"):
             return
         for _ in range(400):

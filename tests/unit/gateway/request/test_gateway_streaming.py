@@ -1,4 +1,4 @@
-"""Between session and client: a call's bounded queue, and the table that keeps sessions apart."""
+"""Between session and client: a call's bounded queue, and the table of sessions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_a_chunk_is_pushed_only_while_all_before_is_delivered() -> None:
         return takes
 
     chunks.push = push
-    chunks.emit(OutputChunk("a", (1,), 0))  # nobody has asked for it yet: it waits
+    chunks.emit(OutputChunk("a", (1,), 0))  # no reader yet: it is queued
     assert (await chunks.next()).text == "a"
     chunks.emit(OutputChunk("b", (2,), 1))  # "a" is being written
     reading = asyncio.create_task(chunks.next())
@@ -67,11 +67,11 @@ async def test_a_chunk_is_pushed_only_while_all_before_is_delivered() -> None:
     takes = False
     chunks.emit(OutputChunk("e", (5,), 4))
     takes = True
-    chunks.emit(OutputChunk("f", (6,), 5))  # behind one that waits
+    chunks.emit(OutputChunk("f", (6,), 5))  # after a queued chunk
     assert (await reading).text == "ef"
     reading = asyncio.create_task(chunks.next())
     await asyncio.sleep(0)
-    chunks.emit(OutputChunk("g", (7,), 6, RESULT))  # the last is never pushed
+    chunks.emit(OutputChunk("g", (7,), 6, RESULT))  # the last chunk is never pushed
     assert (await reading).text == "g" and pushed == ["c", "d"]
 
 
@@ -168,7 +168,7 @@ async def test_the_short_way_is_as_careful(caplog: pytest.LogCaptureFixture) -> 
     table = SessionTable(SystemClock(), 10)
     sinks = {name: FakeSink() for name in ("bad", "slow", "good")}
     letters = BrokenDetokenizer()
-    letters.is_broken = False  # yet
+    letters.is_broken = False  # still intact
     for name, sink in sinks.items():
         text = TextStream((letters if name == "bad" else Letters()).step, ())
         table.start(session(name, text, sink, max_tokens=9))
@@ -184,7 +184,8 @@ async def test_the_short_way_is_as_careful(caplog: pytest.LogCaptureFixture) -> 
 
 
 async def test_first_tokens_do_not_wait_for_those_of_decodes() -> None:
-    """A step has the decodes of many, and the end of a prompt."""
+    """First tokens overtake tokens of decodes: a step has the decodes of many requests, and the end
+    of a prompt."""
     table, order = SessionTable(SystemClock(), 10), list[str]()
 
     class NotingSink(FakeSink):

@@ -1,6 +1,4 @@
-"""Requests that kill engines affect no other request: sessions on engines that die and are
-restarted.
-"""
+"""Requests that kill engines affect no other request: sessions on engines that die and restart."""
 
 from __future__ import annotations
 
@@ -32,18 +30,18 @@ RESTART_STEPS = 200
 
 
 class Door:
-    """What an engine does about trials as it takes requests."""
+    """An engine's admission of trials."""
 
     def __init__(self, cluster: Cluster, link: FakeLink) -> None:
         self._cluster, self._link = cluster, link
-        send: Any = None  # nothing is output
+        send: Any = None  # output is discarded
         self._requests = RequestIO(send, cluster.clock, "n", 1000)
         self._trials = Trials(self._requests, lambda key: len(self._answer_of(key)))
         self._entries: list[Entry] = []
         self.num_refused = 0
 
     def look(self) -> None:
-        """Close what is over, and take or send back what has come since."""
+        """Close attempts that are over, and admit or refuse those dispatched since."""
         for entry in self._entries:
             attempt = self._cluster.sessions[entry.request.request_id].attempt
             if attempt is None or attempt.number != entry.request.attempt:
@@ -69,8 +67,8 @@ class Door:
 
 @dataclass
 class Cluster:
-    """Sessions, and engines that take one step at a time. A poison request kills the engine of
-    `deadly` work that computes its token `at`; that one is back after `RESTART_STEPS`."""
+    """Sessions, and engines that run one step at a time. A poison request kills the engine of
+    `deadly` work that computes its token `at`; a replacement starts after `RESTART_STEPS`."""
 
     num_engines: int
     deadly: Work
@@ -79,8 +77,8 @@ class Cluster:
     restarts: bool = True
     clock: FakeClock = field(default_factory=FakeClock)
     suspects: Suspects = field(default_factory=Suspects)
-    others: Suspects = field(default_factory=Suspects)  # another gateway's
-    doors: dict[str, Door] = field(default_factory=dict)  # of engines
+    others: Suspects = field(default_factory=Suspects)  # another gateway's suspects
+    doors: dict[str, Door] = field(default_factory=dict)  # by incarnation
     engines: dict[Work, list[FakeLink]] = field(default_factory=dict)
     sessions: dict[str, Session] = field(default_factory=dict)
     sinks: dict[str, FakeSink] = field(default_factory=dict)
@@ -109,7 +107,7 @@ class Cluster:
         fingerprint: str | None,
         suspects: Suspects | None = None,
     ) -> Route:
-        """The engines that were asked least; no trial's, if there are others."""
+        """The engines with the fewest dispatches; none that runs a trial, if there are others."""
         suspects = suspects or self.suspects
         for avoided in (avoid | suspects.engines, avoid):
             fit = [
@@ -151,7 +149,7 @@ class Cluster:
         self.wait()
 
     def wait(self, num_steps: int = 1) -> None:
-        """As long as so many steps take; no engine takes one."""
+        """Advance the clock by that many steps; no engine takes one."""
         for _ in range(num_steps):
             self.clock.advance(STEP_S)
             for session in self.sessions.values():
@@ -190,7 +188,7 @@ class Cluster:
             engine_lost(session, engine.incarnation, has_died=True)
 
     def run(self) -> float:
-        """Until all are over; returns how long it took."""
+        """Run until all sessions are over; returns the elapsed seconds."""
         while not all(sink.is_over for sink in self.sinks.values()):
             self.step()
             assert self.num_steps < 6000
@@ -215,7 +213,7 @@ def test_a_poison_request_is_lost_alone(num_engines: int, deadly: Work, at: int)
     assert isinstance(cluster.sinks["r7"].error, EngineFailed)
     assert cluster.num_lost == 2
     down_s = (3 - num_engines) * RESTART_STEPS * STEP_S
-    # Each trial takes a prefill, two steps and up to a pause; those at an engine follow each other.
+    # Each trial takes a prefill, two steps and at most a pause; trials on one engine are serial.
     assert took_s < down_s + 0.5 + NUM_STREAMS * (3 * STEP_S + 0.02)
 
 
@@ -224,7 +222,7 @@ def test_a_poison_request_is_lost_alone(num_engines: int, deadly: Work, at: int)
 def test_two_gateways_lose_the_poison_request_alone(
     num_engines: int, deadly: Work, at: int
 ) -> None:
-    """Neither knows of the other's suspects."""
+    """Two gateways that do not share their suspects still lose only the poison request."""
     cluster = Cluster(num_engines, deadly, at)
     for i in range(NUM_STREAMS):
         cluster.ask(f"r{i}", is_others=i % 2 == 0)
@@ -243,7 +241,7 @@ def test_three_engines_need_no_restart() -> None:
 
 
 def test_who_comes_meanwhile_keeps_clear_of_trials() -> None:
-    """And is served without waiting for them."""
+    """Requests that arrive during trials are served at once, on other engines."""
     cluster = Cluster(3, Work.DECODE, 1)
     for i in range(NUM_STREAMS):
         cluster.ask(f"r{i}")
@@ -277,7 +275,8 @@ def test_samples_of_one_poison_prompt_cost_no_more_engines() -> None:
 
 
 def test_one_that_kills_at_another_place_each_time_ends_all_the_same() -> None:
-    """It is cleared in between, like those whom it took with it: attempts are counted anyway."""
+    """A request that kills at varying tokens fails too: each first token clears it, but attempts
+    are counted."""
     cluster = Cluster(3, Work.DECODE, 1)
     for i in range(8):
         cluster.ask(f"r{i}")
@@ -291,8 +290,8 @@ def test_one_that_kills_at_another_place_each_time_ends_all_the_same() -> None:
 
 @pytest.mark.parametrize("word", ["death", "heartbeat", "nothing"])
 def test_who_failed_with_an_engine_out_of_reach_waits_for_word_of_it(word: str) -> None:
-    """Its engine may have died of it: it is not tried beside another suspect of that death, which
-    would count as having killed two."""
+    """A request whose engine is unreachable waits: the engine may have died of it, and a trial
+    beside another suspect of that death would count as a second kill."""
     cluster = Cluster(1, Work.PREFILL, poison=frozenset())
     cluster.ask("r7")
     cluster.ask("r8")
@@ -332,8 +331,8 @@ def test_who_failed_with_an_engine_out_of_reach_waits_for_word_of_it(word: str) 
 
 @pytest.mark.parametrize("is_suspect", [True, False], ids=["suspect", "no suspect"])
 def test_no_suspect_is_tried_where_another_request_has_just_lost_touch(is_suspect: bool) -> None:
-    """That engine may have died of it, and its partner says so first: who is sent there before its
-    end is known would count as having killed two."""
+    """No suspect is sent to an engine that another request has just lost: if that engine is dead,
+    the suspect would count as having killed two."""
     cluster = Cluster(1, Work.PREFILL, poison=frozenset(), restarts=False)
     (dying,) = cluster.engines[Work.PREFILL]
     cluster.ask("r7")
@@ -362,8 +361,8 @@ def test_no_suspect_is_tried_where_another_request_has_just_lost_touch(is_suspec
 
 @pytest.mark.parametrize("poison", ["r7", "r8"])
 def test_who_went_on_before_a_death_was_known_is_tried_alone_all_the_same(poison: str) -> None:
-    """A last heartbeat came late: when the engine's end is known, all that failed with it are on
-    the next one, which dies of one of them."""
+    """After a late last heartbeat, the requests that failed with the dead engine are all on the
+    next one, which one of them kills: each is then tried alone."""
     cluster = Cluster(1, Work.PREFILL, poison=frozenset({poison}), restarts=False)
     (first,), (decode,) = cluster.engines[Work.PREFILL], cluster.engines[Work.DECODE]
     cluster.ask("r7")

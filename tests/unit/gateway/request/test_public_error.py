@@ -1,4 +1,4 @@
-"""No internals reach a caller: no trace, no path, no address, for any error."""
+"""No error shows internals to a caller: no traceback, no path, no address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.core.errors import BatonError, InvalidRequest, public_error
 from baton.gateway.grpc.service import errors_as_status
 
 INSIDE = "File /srv/baton/secret.py at 10.0.0.7:4711: cudaErrorIllegalAddress"
-# Raised by our own words alone, or about the request.
+# Raised with messages of our own only, or about the request.
 OURS = {
     errors.InvalidRequest, errors.AdapterRefused, errors.ContextLengthExceeded,
     errors.PromptTooLarge,
@@ -40,7 +40,7 @@ class _Aborted(Exception):
 
 
 class _Context:
-    """As much of a ServicerContext as ending a call needs."""
+    """The part of a ServicerContext that is needed to end a call."""
 
     def __init__(self) -> None:
         self.status: Any = None

@@ -1,4 +1,4 @@
-"""API keys: the contents of a key file, the credentials of a caller, the session of a browser."""
+"""API keys: the contents of a key file, a caller's credentials, a browser's session."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ def test_what_a_caller_may_show(path: Path) -> None:
 def test_every_entry_is_compared_whichever_fits(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether, and where, a key stands in the file does not show in the time that it takes."""
+    """All entries are compared, so that timing does not show whether, or where, a key is in the
+    file."""
     keys = [add_key(path, "acme", ALL) for _ in range(5)]
     accepted, compared = accepted_in(path), []
 
@@ -197,7 +198,8 @@ def test_a_changed_file_counts_at_once_and_a_broken_one_not_at_all(
 
 
 def test_a_file_that_is_put_right_counts_at_once(path: Path) -> None:
-    """Neither its content nor the time of its writing need change for that."""
+    """A file whose permissions are corrected is read again at once, though neither its content nor
+    its mtime has changed."""
     old = add_key(path, "acme", ALL)
     accepted = accepted_in(path)
     new = add_key(path, "globex", ALL)
@@ -282,7 +284,7 @@ def test_a_login_holds_at_the_gateways_that_share_a_port(
 
 
 def test_a_login_holds_on_one_host_alone() -> None:
-    """Elsewhere the clock, and so its end, is another."""
+    """A login is valid on one host only: another host's clock differs, and with it the expiry."""
     assert session_key("secret", b"host") != session_key("secret", b"other host")
     assert session_key("secret", b"host") != session_key("other secret", b"host")
 

@@ -62,7 +62,7 @@ def test_tokens_are_charged_by_what_may_come_and_settled_by_what_came() -> None:
         admission.charge(70)
         admission.used_tokens = 70
     with pytest.raises(RateLimited) as raised, tenancy.admitted(limited):
-        pass  # refused before its prompt is looked at
+        pass  # refused before its prompt is processed
     assert raised.value.retry_after_s == pytest.approx(0.6)
 
 

@@ -13,7 +13,7 @@ from baton.gateway.telemetry.metrics.tally import Tally
 
 
 def values(store: MetricStore, metric: Metric) -> dict[str, float]:
-    """By the value of its only label."""
+    """Values by the only label."""
     [label] = metric.labels
     name = f"x_{metric.name}"
     return {
@@ -34,8 +34,8 @@ def values(store: MetricStore, metric: Metric) -> dict[str, float]:
     ids=lambda value: value.name if isinstance(value, Metric) else "",
 )
 def test_known_series_begin_at_zero(metric: Metric, known: set[str]) -> None:
-    """Prometheus' rate() takes a series' first value as what was there, whatever it is; and a sum
-    over no series at all is no 0, so that a ratio of calls that all failed would be nothing."""
+    """Known series start at zero: Prometheus' rate() ignores a series' first value, and a sum over
+    no series is empty, so that a failure ratio would be missing where all calls failed."""
     store = MetricStore(table.ALL, "x_", "m")
     begun = values(store, metric)
     assert known <= begun.keys() and set(begun.values()) == {0.0}

@@ -36,7 +36,8 @@ def test_early_and_late_calls_are_in_the_sample_alike(part: int, is_good_first: 
 
 
 def test_a_gateway_with_few_calls_is_in_the_sample_of_one_with_many() -> None:
-    """Of 100 rows, each of one second's calls of a busy gateway and of an idle one."""
+    """Calls of an idle gateway are in the sample beside a busy one's: 100 rows, each with one
+    second's calls of both."""
     good = sum(
         joined([Judged(400 + row, [BAD] * 200), Judged(40, [GOOD] * 40)]).num_good(TARGETS)
         for row in range(100)

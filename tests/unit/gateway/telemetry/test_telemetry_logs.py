@@ -1,4 +1,4 @@
-"""Log lines: machine-readable JSON, no prompt unless it was requested, no floods."""
+"""Log lines: JSON, no prompt text unless requested, rate-limited."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton.gateway.telemetry.calls.ended_call import log_ended, log_refused
 
 
 def said(name: str, error: Exception, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a process writes of an error that this logger tells."""
+    """The line that a process writes for an error on this logger."""
     set_up_logging("node", as_json=False)
     try:
         raise error
@@ -30,7 +30,7 @@ def said(name: str, error: Exception, capsys: pytest.CaptureFixture[str]) -> str
 
 
 class Lines(logging.Handler):
-    """What a process would write."""
+    """The lines that a process would write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_floods_are_cut_and_told(written: Lines) -> None:
     assert len(written.lines) == MAX_ALIKE + 1
     written.clock.advance(ALIKE_S)
     log.warning("node %d is away", 7)
-    assert written.lines[-1]["message"] == "node 7 is away (80 more like this were left out)"
+    assert written.lines[-1]["message"] == "node 7 is away (80 more like this were suppressed)"
     for _ in range(100):
         log.info("call", extra=fields({"a": 1}, is_unlimited=True))
     assert len(written.lines) == MAX_ALIKE + 2 + 100
@@ -128,7 +128,7 @@ def test_an_exception_is_in_its_line(written: Lines) -> None:
 
 @pytest.fixture
 def bare_root() -> Iterator[None]:
-    """Of the process, for one test."""
+    """The process's root logger without handlers, for one test."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers = []

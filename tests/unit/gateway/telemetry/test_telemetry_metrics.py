@@ -40,7 +40,7 @@ Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class FakeView:
-    """cluster_view.ClusterView, as far as the metrics ask it."""
+    """The part of cluster_view.ClusterView that the metrics use."""
 
     def __init__(self) -> None:
         self.listed: list[Member] = []
@@ -50,7 +50,7 @@ class FakeView:
 
 
 class World:
-    """An exporter and what it reads."""
+    """An exporter and its inputs."""
 
     def __init__(self, prefix: str = "baton") -> None:
         self.clock = FakeClock()
@@ -133,7 +133,8 @@ def test_the_deployments_load_is_one_number_each() -> None:
 
 @pytest.mark.parametrize("prefix", ["baton", "vllm"])
 def test_what_a_router_reads_of_a_server_is_there_once(prefix: str) -> None:
-    """The names that docs/metrics.md gives the endpoint picker, each of one series, a gauge."""
+    """The metrics that docs/metrics.md documents for the endpoint picker are gauges of one series
+    each."""
     text = (DOCS / "metrics.md").read_text()
     specs = dict(re.findall(r"(\w+Spec): \"?([\w:]*)\"?", text))
     names = ("queuedRequests", "runningRequests", "kvUsage", "lora", "cacheInfo")
@@ -169,7 +170,8 @@ def test_the_cache_is_that_of_decode_engines_where_they_compute_the_prompts() ->
 
 
 def test_what_boards_made_for_others_find_is_there() -> None:
-    """The last column of the table in docs/metrics.md names metrics of ours."""
+    """The metrics in the last column of docs/metrics.md's table, used by boards for other servers,
+    exist."""
     table = (DOCS / "metrics.md").read_text().split("| vLLM | SGLang | here |")[1].split("\n\n")[0]
     ours = " ".join(row.split("|")[3] for row in table.strip().splitlines())
     named = set(re.findall(r"[a-z]+(?:_[a-z]+)+", ours))
@@ -180,7 +182,7 @@ def test_when_certificates_end() -> None:
     world = World()
     name = "baton_certificate_expires_timestamp_seconds"
     assert world.value(name, file="/etc/tls.crt") is None
-    for ends_s in (1.8e9, 1.9e9):  # the second time, of a renewed file
+    for ends_s in (1.8e9, 1.9e9):  # the second time, for a renewed file
         world.certificate_ends_s = {"/etc/tls.crt": ends_s, "/etc/ca.crt": 2e9}
         assert world.value(name, file="/etc/tls.crt") == ends_s
         assert world.value(name, file="/etc/ca.crt") == 2e9
@@ -346,7 +348,7 @@ def test_an_engine_s_counters_go_on_over_its_restart() -> None:
 
 @pytest.mark.parametrize("is_read_between", [False, True])
 def test_an_engine_s_counters_go_on_over_a_link_that_breaks(is_read_between: bool) -> None:
-    """The engine counts on; what the gateway counts of it is there though nobody read it."""
+    """The engine's counters continue over a lost link, and count all that happened meanwhile."""
     world = World()
     node = {"role": "decode", "node": "d0"}
     load = replace(LOAD, counters=Counters(num_preemptions=7))
@@ -382,7 +384,8 @@ def test_a_lost_engine_is_down_for_ten_minutes_and_then_forgotten() -> None:
 
 @pytest.mark.parametrize(("role", "name"), [(Role.PREFILL, "p"), (Role.DECODE, "d")])
 def test_with_a_lost_engine_its_hand_offs_are_forgotten(role: Role, name: str) -> None:
-    """Else engines that come and go under new names use up the label sets of those that stay."""
+    """A lost engine's hand-off series are removed, or replaced engines would use up the label
+    sets."""
     world = World()
     world.link("1", name, LOAD, role)
     call = PlayedCall(world.clock, world.feed)

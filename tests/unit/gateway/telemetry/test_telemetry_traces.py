@@ -1,4 +1,4 @@
-"""Spans of a call, as an exporter gets them; skipped if OpenTelemetry is not installed."""
+"""Spans of a call, as received by an exporter; skipped if OpenTelemetry is not installed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 class Traced:
-    """Traces into memory."""
+    """Exports traces into memory."""
 
     def __init__(self, ratio: float = 1.0) -> None:
         self.exporter = InMemorySpanExporter()
@@ -148,7 +148,7 @@ def test_a_failure_is_marked() -> None:
     assert "words" not in span.to_json()
 
 
-FAILURES = [  # the last event of an engine's, whether decode has it, and what is cut off by the end
+FAILURES = [  # an engine's last event, whether decode has the request, spans, spans cut off
     (Event.ROUTED, False, {"gateway", "prefill"}, {"prefill"}),
     (
         Event.PREFILL_STARTED,

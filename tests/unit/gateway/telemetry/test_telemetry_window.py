@@ -96,7 +96,7 @@ def test_what_is_subtracted_was_never_there(seconds: list[list[float]]) -> None:
     assert total.total == pytest.approx(rest.total, abs=1e-9)
 
 
-# What happens next: time passes, a call begins, a stream gets tokens, a call ends, one is refused.
+# Events: time passes, a call begins, a stream receives tokens, a call ends, one is refused.
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("wait"), st.sampled_from([0.003, 0.05, 0.4, 1.3, 9.0])),
@@ -110,7 +110,7 @@ steps = st.lists(
 
 
 class Oracle:
-    """Remembers everything with its time, and looks at what is in the window only when asked."""
+    """Stores every event with its time, and evaluates the window only on request."""
 
     def __init__(self) -> None:
         self.counts: list[tuple[float, str, int]] = []
@@ -140,7 +140,7 @@ class Oracle:
 
 
 def watched(clock: FakeClock, **limits: int) -> tuple[TelemetryWindow, CallFeed]:
-    """A window, and who counts calls into it."""
+    """A window, and the feed that counts calls into it."""
     window = TelemetryWindow(clock, **limits)
     return window, feed_of(clock, window=window)
 
@@ -317,7 +317,8 @@ def test_stages_and_transfers_of_a_call() -> None:
 def test_time_between_two_routings_of_one_attempt_is_in_its_stages(
     attempts: int, prefill_queue_s: float
 ) -> None:
-    """An engine that refuses for its promise makes the gateway choose again, and is no attempt."""
+    """The stages include the time between two routings of one attempt: an engine's refusal for its
+    promise makes the gateway choose again, and does not count as an attempt."""
     clock = FakeClock()
     window, feed = watched(clock)
     call = PlayedCall(clock, feed)

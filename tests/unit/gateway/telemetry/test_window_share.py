@@ -40,7 +40,7 @@ LIKE_ALL = ("counts", "errors", "refusals", "latency", "stages", "prefix", "tran
 
 
 class ShiftedClock(FakeClock):
-    """The test's clock as another host has it, which shows something else."""
+    """The test's clock as seen on another host, with an offset."""
 
     def __init__(self, clock: FakeClock, ahead_s: float) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class ShiftedClock(FakeClock):
 
 
 class PlayedGateway:
-    """A window, who counts into it, and its share."""
+    """A window, its feed, and its share."""
 
     def __init__(self, cluster: PlayedCluster, number: int) -> None:
         clock = ShiftedClock(cluster.clock, 777.0 * number)
@@ -69,7 +69,7 @@ class PlayedGateway:
 
 
 class PlayedCluster:
-    """Gateways with clocks of their own, and one window that has everybody's calls."""
+    """Gateways with clocks of their own, and one window with the calls of all."""
 
     def __init__(self, num_gateways: int) -> None:
         self.clock = FakeClock()
@@ -80,7 +80,7 @@ class PlayedCluster:
         self.gateways = [PlayedGateway(self, number) for number in range(num_gateways)]
 
     def call(self, gateway: PlayedGateway) -> None:
-        """One of random length, counted in both; it takes a fraction of a second."""
+        """One call of random length, counted in both windows; it takes a fraction of a second."""
         calls = [
             PlayedCall(gateway.clock, gateway.feed),
             PlayedCall(self.clock, self.feed_of_all),
@@ -94,7 +94,7 @@ class PlayedCluster:
             call.finish(cached_tokens=2) if is_good else call.end(EngineFailed("broke"))
 
     async def pass_s(self, seconds: int) -> None:
-        """Each gateway has its turn in each second."""
+        """Advance the clock; each gateway runs once a second."""
         for _ in range(seconds):
             self.clock.advance(1.0)
             for gateway in self.gateways:
@@ -106,7 +106,7 @@ class PlayedCluster:
             await self.pass_s(1)
 
     def assert_alike(self, gateway: PlayedGateway, **options: Any) -> None:
-        """It shows what one window of all calls shows."""
+        """Assert that the gateway's page equals that of one window with all calls."""
         shown = gateway.snapshot(**options)
         expected = window_snapshot(self.all, TARGETS, **options)
         for name in LIKE_ALL:
@@ -125,7 +125,7 @@ def assert_close(found: Any, expected: Any, where: str) -> None:
         for one, other in zip(found, expected, strict=True):
             assert_close(one, other, where)
     elif isinstance(expected, float):
-        # Clocks that show something else round gaps otherwise: at most by a bucket.
+        # Clocks with an offset round gaps differently: by one bucket at most.
         assert found == pytest.approx(expected, rel=0.021, abs=1e-6), where
     else:
         assert found == expected, where
@@ -157,7 +157,7 @@ async def test_times_of_other_hosts_are_on_the_readers_clock() -> None:
     cluster.call(second)
     await cluster.pass_s(3)
     [listed], [own] = first.snapshot()["recent"], second.snapshot()["recent"]
-    # Gateway 1's clocks are 777 s ahead of gateway 0's; seconds are whole, so to within one.
+    # Gateway 1's clock is 777 s ahead of gateway 0's; times are whole seconds, hence within one.
     assert own["arrived_unix_s"] - listed["arrived_unix_s"] == pytest.approx(777, abs=1)
     assert listed["timeline"] == own["timeline"]
 
@@ -169,7 +169,7 @@ async def test_running_calls_of_others_count_while_they_are_there() -> None:
     await cluster.pass_s(2)
     assert first.snapshot()["num_running"] == 1
     assert first.window.num_running == 0
-    cluster.gateways.remove(second)  # it dies: its state expires, its calls stay
+    cluster.gateways.remove(second)  # it dies: its state expires, its calls remain
     await cluster.pass_s(15)
     snapshot = first.snapshot()
     assert (snapshot["num_running"], snapshot["counts"]["began"]) == (0, 1)
@@ -185,7 +185,7 @@ async def test_a_gateway_that_starts_later_has_the_hour() -> None:
     await gone.share.close()
     late = PlayedGateway(cluster, 7)
     cluster.gateways.append(late)
-    await cluster.pass_s(10)  # some hundred rows a turn
+    await cluster.pass_s(10)  # some hundred rows each time
     cluster.assert_alike(late, of_hour=True)
     assert late.snapshot()["covered_s"] == 300
     snapshot = late.snapshot(of_hour=True)
@@ -228,7 +228,7 @@ async def test_a_long_time_without_redis_is_bounded_and_not_counted_twice() -> N
     cluster.store.is_away = False
     await cluster.pass_s(12)
     began = first.snapshot()["counts"]["began"]
-    # What is older than five minutes was given up; calls take a fraction of a second each.
+    # Rows older than five minutes were dropped; calls take a fraction of a second each.
     assert 0.6 * 300 < began <= second.snapshot()["counts"]["began"]
     hour = [g.snapshot(of_hour=True)["counts"]["began"] for g in cluster.gateways]
     assert began <= hour[0] <= hour[1] == 405
@@ -291,7 +291,7 @@ def test_a_row_comes_back_as_it_was() -> None:
 @pytest.mark.parametrize("unix_s", [math.nan, math.inf, -math.inf, 1e300])
 @pytest.mark.parametrize("where", ["unix_s", "arrived_unix_s", "ended_unix_s"])
 def test_a_row_of_no_time_is_no_row(where: str, unix_s: float) -> None:
-    """It would be no JSON, and no page would show anything."""
+    """A row with a time that is not finite is rejected: it would not be valid JSON for the page."""
     clock = FakeClock()
     window = TelemetryWindow(clock)
     window.outbox = {}

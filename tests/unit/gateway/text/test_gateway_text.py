@@ -1,4 +1,4 @@
-"""Stop strings, splicing and detokenising: against brute force and the tokenizer itself."""
+"""Stop strings, splicing and detokenising, against brute force and the tokenizer itself."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_token_of_a_stop_id_is_not_shown(stops: tuple[str, ...], includes: b
     stream = TextStream(Letters().step, stops, includes_stop=includes, stop_ids=[ord("c")])
     pieces = [stream.feed([ord("a"), ord("b")]), stream.feed([ord("c")])]
     assert sum(piece.num_tokens for piece in pieces) == 3
-    matched = "bc" if includes and "bc" in stops else None  # what is not shown is not searched
+    matched = "bc" if includes and "bc" in stops else None  # text that is not shown is not searched
     assert pieces[-1].matched_stop == matched
     text = "".join(piece.text for piece in pieces) + stream.flush()
     assert text == ("abc" if includes else "ab")
@@ -104,21 +104,21 @@ def test_detokenised_text_is_the_text(tokenizer: Tokenizer, prompt: str, text: s
 
 @given(st.binary(max_size=12), st.lists(st.integers(0, EOS_ID), max_size=30))
 def test_any_tokens_after_any_prompt(tokenizer: Tokenizer, prompt: bytes, ids: list[int]) -> None:
-    """Broken UTF-8 is shown as decode() shows it, but for a character that never ended."""
+    """Broken UTF-8 is shown as by decode(), except for a character that never ended."""
     detokenizer = tokenizer.detokenizer(list(prompt))
     text = "".join(map(detokenizer.step, ids))
     whole = bytes(i for i in ids if i != EOS_ID)
     try:
         prompt.decode()
     except UnicodeDecodeError:
-        return  # a prompt that ends inside a character has no text to go on from
+        return  # a prompt that ends inside a character: no text to continue
     expected = whole.decode(errors="replace")
     assert expected.startswith(text)
     assert not expected[len(text) :].strip("\ufffd")
 
 
 def byte_fallback_library() -> tokenizers.Tokenizer:
-    """SentencePiece's kind: words that begin with their space, and a token for each byte."""
+    """A SentencePiece-like tokenizer: words begin with their space, and each byte has a token."""
     words = ["▁", "▁the", "the", "▁é", "�", "a"]
     pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *words]
     model = tokenizers.models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True)
@@ -142,7 +142,7 @@ HIDDEN_ID = 300
 def both(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[tokenizers.Tokenizer, Tokenizer]:
-    """The library's own tokenizer and ours, of one vocabulary."""
+    """The library's tokenizer and ours, for one vocabulary."""
     folder = DEMO
     if request.param == "byte-fallback":
         folder = tmp_path_factory.mktemp("fallback")
@@ -155,9 +155,10 @@ def both(
 def test_each_step_is_what_the_library_says(
     both: tuple[tokenizers.Tokenizer, Tokenizer], data: st.DataObject, skips: bool
 ) -> None:
-    """Its own incremental decoding, whatever tokens come: parts of characters, special ones."""
+    """Each step equals the library's incremental decoding, for parts of characters and special
+    tokens too."""
     library, tokenizer = both
-    last_id = library.get_vocab_size() + 3  # a model has more ids than its tokenizer
+    last_id = library.get_vocab_size() + 3  # models have more ids than their tokenizers
     broken = [i for i in range(last_id) if "\ufffd" in library.decode([i])]
     any_ids = st.integers(0, last_id) | st.sampled_from([*broken, 0, HIDDEN_ID])
     prompt = data.draw(st.lists(any_ids, max_size=8))
@@ -169,7 +170,7 @@ def test_each_step_is_what_the_library_says(
         text = ours.step(token_id)
         try:
             expected = None if token_id == HIDDEN_ID else own.step(library, token_id)
-        except Exception as error:  # it gives up where bytes are no UTF-8, and we begin anew
+        except Exception as error:  # it fails on bytes that are no UTF-8; ours restarts
             assert "Invalid prefix" in str(error)
             own = DecodeStream(ids=[], skip_special_tokens=skips)
             expected = own.step(library, token_id)
@@ -183,7 +184,7 @@ _BYTES = st.sampled_from([*b"a\x80\xbf\xc3\xe2\xed\xf0\xf4\xff", EOS_ID, EOS_ID 
 def test_bytes_that_are_no_text_are_shown_all_along(
     tokenizer: Tokenizer, runs: list[tuple[int, int]], skips: bool
 ) -> None:
-    """As decode() shows them in the end, and none is held for long."""
+    """Invalid bytes are shown as by decode(), and are not held back for long."""
     ids = [i for i, count in runs for _ in range(count)]
     detokenizer = tokenizer.detokenizer([], skips_special_tokens=skips)
     text = ""
@@ -204,7 +205,8 @@ def test_no_piece_is_too_odd_for_a_decoder_of_bytes(piece: str) -> None:
 
 
 def test_tokens_that_all_end_inside_a_character(tmp_path: Path) -> None:
-    """As a vocabulary of merged bytes has for scripts of three bytes a character."""
+    """Tokens that all end inside a character, as in vocabularies of merged bytes for three-byte
+    scripts, are decoded like the whole text."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE({"â": 0, "Ĥ¬â": 1, "Ĥ¬": 2}, []))
     library.decoder = decoders.ByteLevel()
     library.save(str(tmp_path / "tokenizer.json"))
@@ -219,7 +221,8 @@ def test_tokens_that_all_end_inside_a_character(tmp_path: Path) -> None:
 def test_a_token_without_a_text_costs_the_same_each_time(
     tokenizer: Tokenizer, token_id: int, skips: bool
 ) -> None:
-    """The library decodes all that it holds again: a minute for these."""
+    """A token without text takes constant time; the library, which decodes all held tokens again,
+    would take a minute for these."""
     tokenizer = replace(tokenizer, _whole_texts=WholeTexts(tokenizer._library, frozenset()))
     detokenizer = tokenizer.detokenizer([*b"so "], skips_special_tokens=skips)
     began_s = time.thread_time()
@@ -238,7 +241,8 @@ def test_both_directions(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 
 def test_a_leading_space_depends_on_what_comes_before(tmp_path: Path) -> None:
-    """Sentencepiece-like tokenizers drop a text's first space: a continuation must keep it."""
+    """SentencePiece-like tokenizers drop the leading space of a text; a continuation must keep
+    it."""
     library = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"▁hello": 0, "▁world": 1, "?": 2}, unk_token="?")
     )

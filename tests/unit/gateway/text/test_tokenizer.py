@@ -1,4 +1,4 @@
-"""Where texts are tokenised, which are refused before, and the handling of a failing library."""
+"""Where texts are tokenised, which are refused before, and how a failing library is handled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONG, MIDDLE, SHORT = "x" * (LONG_CHARS + 1), "y" * (INLINE_CHARS + 1), "z"
 
 
 class SlowLibrary:
-    """Takes as long as the test says for long texts; counts those at work."""
+    """A tokenizer that takes a given time for long texts, and counts the running ones."""
 
     def __init__(self) -> None:
         self.may_end = threading.Event()
@@ -63,10 +63,10 @@ async def test_short_texts_pass_long_ones_that_wait_for_each_other(slow: SlowLib
     tokenizer = with_library(slow)
     longs = [asyncio.create_task(tokenizer.encode(LONG)) for _ in range(4)]
     await asyncio.to_thread(slow.has_begun.wait, 10)
-    for text in (SHORT, MIDDLE, MIDDLE, SHORT):  # the loop is free, and so is their thread
+    for text in (SHORT, MIDDLE, MIDDLE, SHORT):  # the loop and the short texts' thread are free
         assert await tokenizer.encode(text) == ()
     assert slow.seen == [LONG, SHORT, MIDDLE, MIDDLE, SHORT]
-    gone = longs.pop()  # its caller goes away while it waits
+    gone = longs.pop()  # its caller leaves while it is queued
     gone.cancel()
     await asyncio.wait([gone])
     slow.may_end.set()
@@ -76,7 +76,7 @@ async def test_short_texts_pass_long_ones_that_wait_for_each_other(slow: SlowLib
 
 
 class PanicException(BaseException):
-    """As pyo3 makes it."""
+    """An exception as raised by pyo3."""
 
 
 class Panicking:
@@ -117,7 +117,8 @@ async def test_a_panic_of_the_grammars_compiler() -> None:
 
 
 async def test_the_librarys_own_panic(tmp_path: Path) -> None:
-    """A decoder that counts below zero at short tokens; output goes on, with a stand-in."""
+    """The library panics on short tokens with this decoder; the output continues with a replacement
+    character."""
     library = tokenizers.Tokenizer(models.BPE({"a": 0, "bcd": 1, "b": 2}, []))
     library.decoder = decoders.Strip("a", 1, 2)
     with pytest.raises(BaseException, match="index out of bounds") as panic:
@@ -151,7 +152,7 @@ PIECES = {
 @examples(25, 50)
 @given(data=st.data())
 def test_what_fits_is_never_refused(kind: str, data: st.DataObject) -> None:
-    """Texts of the longest tokens, and of anything."""
+    """Texts of the longest tokens, and arbitrary text, are accepted if their tokens fit."""
     library = LIBRARIES[kind]
     least = least_tokens(spec_of(library))
     assert least is not None
@@ -163,7 +164,7 @@ def test_what_fits_is_never_refused(kind: str, data: st.DataObject) -> None:
 
 
 def test_the_bound_is_each_characters_own() -> None:
-    """The demo has long tokens of spaces; that is no reason to take as much of newlines."""
+    """The bound is per character: long tokens of spaces do not raise the limit for newlines."""
     least = least_tokens(spec_of(LIBRARIES["byte-level"]))
     assert least is not None
     assert least.exceed("\n" * 2**20, 2**20 - 9) and not least.exceed("\n" * 2**20, 2**20)
@@ -179,7 +180,7 @@ def lossy() -> Sequence[tokenizers.Tokenizer]:
     stripping.normalizer = normalizers.Strip()
     cutting.pre_tokenizer = pre_tokenizers.Whitespace()
     words = tokenizers.Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
-    skipping = tokenizers.Tokenizer(models.BPE({"a": 0}, []))  # without a token for the unknown
+    skipping = tokenizers.Tokenizer(models.BPE({"a": 0}, []))  # no token for unknown text
     return collapsing, stripping, cutting, words, skipping, VOCABULARIES["unigram"]()
 
 
@@ -198,7 +199,7 @@ def test_spaces_that_a_token_takes_with_it_weigh_nothing() -> None:
 
 
 async def test_too_long_texts_are_refused_untouched(slow: SlowLibrary) -> None:
-    """By their bytes, before the library, and by the number of their tokens, behind it."""
+    """Texts are refused by their bytes before tokenisation, and by their tokens after it."""
     tokenizer = replace(with_library(slow), _least=least_tokens(spec_of(LIBRARIES["byte-level"])))
     with pytest.raises(ContextLengthExceeded, match="3000 characters") as refused:
         await tokenizer.encode("\n" * 3000, max_tokens=2048, param="text")

@@ -28,7 +28,7 @@ LIMITS = ModelLimits("demo", vocab_size=100, max_model_len=50)
 
 
 def wire(**fields: Any) -> inference_pb2.GenerateRequest:
-    """A request with prompt "ab" unless told otherwise; sampling fields may be named directly."""
+    """A request with prompt "ab" by default; sampling fields may be given by name."""
     names = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     sampling = {key: fields.pop(key) for key in list(fields) if key in names}
     forms = inference_pb2.TokenIds.DESCRIPTOR.fields_by_name
