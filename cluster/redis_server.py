@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,17 +54,12 @@ class RedisServer:
     def start(cls) -> RedisServer:
         """Start a server and wait until it responds; raises StartupFailed with its output."""
         program = find_redis_server()
-        runtime = RuntimeFolder.make(_PREFIX)
-        try:
+        with ExitStack() as unless_it_answers:  # also on Ctrl-C: it must not outlive this process
+            runtime = unless_it_answers.enter_context(RuntimeFolder.make(_PREFIX))
             server = cls(_spawn(program, runtime.path), program, runtime)
-        except BaseException:
-            runtime.remove()
-            raise
-        try:
+            unless_it_answers.callback(server.stop)
             server._wait_until_it_answers()
-        except BaseException:  # including Ctrl-C: the server must not outlive this process
-            server.stop()
-            raise
+            unless_it_answers.pop_all()
         return server
 
     def start_again(self) -> None:

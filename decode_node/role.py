@@ -9,13 +9,11 @@ The engine decides about blocks, `kv_transfer.protocol.puller` about transfers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from ..core.errors import BatonError, Cancelled, HandoffFailed, InvalidRequest
 from ..core.ports import Clock
 from ..core.request.request import Request, Ticket
 from ..core.request.timeline import Event
-from ..core.request.token_ids import BlockHash
 from ..engine.engine import Engine
 from ..engine.kv.block_pool import Reservation
 from ..kv_transfer.protocol.events import (
@@ -33,15 +31,7 @@ from ..node.requests.request_role import EngineRole, Handoff
 from ..proto.v1 import node_pb2
 
 
-@dataclass(slots=True)
-class _Intent(Handoff):
-    """A request that waits for its KV."""
-
-    block_hashes: Sequence[BlockHash]  # of the known tokens' full blocks
-    reserved_s: float | None = None  # when it got its blocks: the begin of a hand-off's time
-
-
-class DecodeRole(EngineRole[_Intent]):
+class DecodeRole(EngineRole):
     """The role of a decode node's engine."""
 
     is_source = False
@@ -54,31 +44,25 @@ class DecodeRole(EngineRole[_Intent]):
 
     @property
     def num_coming(self) -> int:
-        return super().num_coming + len(self._handoffs)
+        return super().num_coming + sum(len(each.samples) for each in self._handoffs.values())
 
-    def _open_handoff(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
-        self._engine.limits.check(entry.request)
-        if any(sample.key in self._handoffs for sample in samples):
-            raise InvalidRequest(f"request {entry.key} already waits for its KV")
+    def _open_handoff(self, entry: Entry, ticket: Ticket) -> None:
         request, limits = entry.request, self._engine.limits
+        limits.check(request)
+        if entry.key in self._handoffs:
+            raise InvalidRequest(f"request {entry.key} already waits for its KV")
         hashes = self._engine.block_hashes(request)
-        intent = _Intent(ticket, samples, hashes)
-        self._handoffs.update((sample.key, intent) for sample in samples)
+        self._handoffs[entry.key] = Handoff(ticket, entry.samples, block_hashes=hashes)
         num_blocks = limits.blocks_for(request.num_known_tokens)
         intended = Intended(ticket, entry.key, hashes, num_blocks, entry.deadline_s)
         self._peers.feed_puller(intended)
 
-    def _cancel_handoff(self, intent: _Intent, error: BatonError) -> None:
-        self._drop_intent(intent)
+    def _cancel_handoff(self, intent: Handoff, error: BatonError) -> None:
+        key = intent.samples[0].key
+        del self._handoffs[key]
+        # Blocks that it has are kept until DropReservation: the last copy into them has ended.
+        self._engine.abort(key)
         self._peers.feed_puller(IntentCancelled(intent.ticket.transfer_id))
-
-    def _drop_intent(self, intent: _Intent) -> None:
-        """Stop waiting for blocks. Reserved ones are kept until DropReservation: the last copy into
-        them has ended."""
-        self._remove_handoff(intent)
-        if intent.reserved_s is None:
-            for sample in intent.samples:
-                self._engine.abort(sample.key)
 
     # -- hand-offs -----------------------------------------------------------------------------
 
@@ -86,8 +70,8 @@ class DecodeRole(EngineRole[_Intent]):
         """End the requests of a failed transfer. A cancelled one is not counted as failed."""
         if not isinstance(failed.error, Cancelled):
             self.counts.failed_transfers[failed.error.code] += 1
-        if intent := self._handoffs.get(failed.key):
-            self._drop_intent(intent)
+        if intent := self._handoffs.pop(failed.key, None):
+            self._engine.abort(failed.key)
             for sample in intent.samples:
                 self._requests.end(sample.key, failed.error)
 
@@ -95,8 +79,7 @@ class DecodeRole(EngineRole[_Intent]):
         self._engine.drop(dropped.reservation)
 
     def reserve(self, key: str) -> None:
-        intent = self._handoffs.get(key)
-        assert intent is not None, "the puller reserves for a request that is over"
+        intent = self._handoffs[key]
         try:
             self._engine.reserve(intent.samples[0], intent.block_hashes)
         except BatonError as error:
@@ -109,18 +92,17 @@ class DecodeRole(EngineRole[_Intent]):
             intent = self._handoffs[reservation.key]
             intent.reserved_s = self._clock.monotonic_s()
             for sample in intent.samples:
-                if entry := self._requests.get(sample.key):
+                if entry := self._requests.entries.get(sample.key):
                     self._requests.stamp(entry, Event.HANDOFF_QUEUED, entry.accepted_ns)
                     self._requests.stamp(entry, Event.TRANSFER_STARTED)
             self._peers.feed_puller(Reserved(intent.ticket.transfer_id, reservation))
 
     def complete(self, complete: Complete) -> None:
         """All KV has been pulled: decode. The next output reports the hand-off."""
-        intent, reservation = self._handoffs[complete.key], complete.reservation
+        intent, reservation = self._handoffs.pop(complete.key), complete.reservation
         limits = self._engine.limits
         num_pulled = reservation.num_known_blocks - reservation.num_cached_blocks
         assert intent.reserved_s is not None
-        self._remove_handoff(intent)
         summary = node_pb2.TransferInfo(
             bytes=num_pulled * limits.block_bytes,
             cached_tokens=reservation.num_cached_blocks * limits.block_size,
@@ -135,8 +117,8 @@ class DecodeRole(EngineRole[_Intent]):
             self._fail_all(intent.samples, error)
         self._engine.drop(reservation)  # unless the first sample has taken it
         for sample in intent.samples:
-            if entry := self._requests.get(sample.key):  # it decodes
-                entry.transfer = summary
+            if entry := self._requests.entries.get(sample.key):  # it decodes
+                entry.next_output.transfer.CopyFrom(summary)
                 self._requests.stamp(entry, Event.TRANSFER_ENDED)
                 if sample.sampling.use_beam_search:
                     self._requests.queue_output(entry)  # beams have no tokens before the end
@@ -153,9 +135,7 @@ class DecodeRole(EngineRole[_Intent]):
             if state.first is None:
                 raise HandoffFailed("the source sent no candidates")
             self._engine.beams.start(reservation, state.first)
-            for sample in samples:
-                if not self._is_open(sample):
-                    self._engine.abort(sample.key)
+            self._abort_ended(samples)
             return
         if len(state.fork_token_ids) != len(forks):
             raise HandoffFailed("the source sampled another number of forks")
@@ -183,11 +163,8 @@ class DecodeRole(EngineRole[_Intent]):
         return deadline_s
 
     def pending(self) -> Iterable[Request]:
-        for key, intent in self._handoffs.items():
-            first = intent.samples[0]
-            if key == first.key and intent.reserved_s is None:
-                yield first
-        yield from super().pending()
+        waiting = (each for each in self._handoffs.values() if each.reserved_s is None)
+        return [*(intent.samples[0] for intent in waiting), *super().pending()]
 
 
 def _token_ids_of(state: HandoffState) -> list[int]:

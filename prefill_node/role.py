@@ -9,12 +9,9 @@ The engine decides about blocks, `kv_transfer.protocol.source` about leases.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from ..core.errors import BatonError, Cancelled, LeaseExpired
 from ..core.ports import Clock
-from ..core.request.request import Request, Ticket
+from ..core.request.request import Ticket
 from ..engine.engine import Engine
 from ..engine.scheduling.outputs import ChunkOutput, StepOutput, TokenOutput
 from ..kv_transfer.protocol.events import Chunk, Offered, Withdrawn
@@ -24,15 +21,7 @@ from ..node.requests.request_io import Entry, RequestIO
 from ..node.requests.request_role import EngineRole, Handoff
 
 
-@dataclass(slots=True)
-class _Offer(Handoff):
-    """A prompt computed for a puller, from Offered to ReleaseBlocks."""
-
-    num_offered_blocks: int = 0
-    is_first_token_out: bool = False
-
-
-class PrefillRole(EngineRole[_Offer]):
+class PrefillRole(EngineRole):
     """The role of a prefill node's engine."""
 
     is_source = True
@@ -41,19 +30,14 @@ class PrefillRole(EngineRole[_Offer]):
         super().__init__(engine, requests, peers, clock)
         peers.on_release = self._release
 
-    # -- gateways ------------------------------------------------------------------------------
-
-    def _open_handoff(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
+    def _open_handoff(self, entry: Entry, ticket: Ticket) -> None:
         self._engine.add(entry.request, hold=True)
-        offer = _Offer(ticket, samples)
-        self._handoffs.update((sample.key, offer) for sample in samples)
+        self._handoffs[entry.key] = Handoff(ticket, entry.samples)
         self._peers.feed_source(Offered(ticket, entry.key, entry.deadline_s))
 
-    def _cancel_handoff(self, offer: _Offer, error: BatonError) -> None:
+    def _cancel_handoff(self, offer: Handoff, error: BatonError) -> None:
         self._peers.feed_source(Withdrawn(offer.ticket.transfer_id, error))
         self._engine.abort(offer.samples[0].key)
-
-    # -- the engine's results ------------------------------------------------------------------
 
     def after_step(self, output: StepOutput) -> None:
         super().after_step(output)
@@ -61,9 +45,9 @@ class PrefillRole(EngineRole[_Offer]):
         for chunk in output.chunks:
             self._on_chunk(chunk)
 
-    def _on_token(self, token: TokenOutput) -> None:
-        super()._on_token(token)
-        if (offer := self._handoffs.get(token.key)) is not None:
+    def _on_token(self, entry: Entry, token: TokenOutput) -> None:
+        super()._on_token(entry, token)
+        if (offer := self._handoff_of(entry)) is not None:
             offer.is_first_token_out = True
             if not self._is_wanted(offer):
                 ended = Cancelled("the request ended with its first token")
@@ -88,13 +72,10 @@ class PrefillRole(EngineRole[_Offer]):
         transfer_id = offer.ticket.transfer_id
         self._peers.feed_source(Chunk(transfer_id, blocks, num_tokens, state, chunk.step))
 
-    # -- pullers -------------------------------------------------------------------------------
-
     def _release(self, key: str, error: BatonError | None) -> None:
         """The hand-off has ended. After the first token the puller reports its outcome."""
         self.counts.num_expired_leases += isinstance(error, LeaseExpired)
-        offer = self._handoffs[key]
-        self._remove_handoff(offer)
+        offer = self._handoffs.pop(key)
         for sample in offer.samples:
             self._requests.end(sample.key, None if offer.is_first_token_out else error)
         self._engine.abort(key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -24,9 +25,9 @@ from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls, open_channel, role_name
 from ...core.channels.addresses import host_id
-from ...core.channels.admission import GATEWAY
+from ...core.channels.admission import GATEWAY, read_frame
 from ...core.channels.admission import dial as dial_engine
-from ...core.channels.frames import FrameBuffer
+from ...core.channels.frames import MAX_FRAME_BYTES, BrokenStream
 from ...core.config import ClusterConfig
 from ...core.errors import BatonError, Unauthenticated
 from ...core.membership import Member, Role
@@ -236,15 +237,13 @@ def _silence(member: Member, secret: ClusterSecret, tls: ClusterTls | None) -> s
     except (OSError, BatonError) as error:
         return str(error)
     with connection:
-        frames = FrameBuffer()
-        connection.settimeout(_ANSWER_S)
         try:
-            while not (payloads := frames.take()):
-                if not frames.wait_for_more(connection):
-                    return "it hung up"
-        except OSError as error:  # TimeoutError and BrokenStream too
+            first = read_frame(connection, time.monotonic() + _ANSWER_S, MAX_FRAME_BYTES)
+        except (BrokenStream, TimeoutError) as error:
             return f"no welcome: {error}"
-    return "" if node_pb2.NodeMessage.FromString(payloads[0]).HasField("welcome") else "no welcome"
+        except OSError:
+            return "it hung up"
+    return "" if node_pb2.NodeMessage.FromString(first).HasField("welcome") else "no welcome"
 
 
 def _secure(tls: ClusterTls, role: Role, connection: socket.socket) -> socket.socket:

@@ -15,7 +15,14 @@ from collections import deque
 
 from google.protobuf.message import Message
 
-from .frames import CHUNK_BYTES, MAX_UNSENT_BYTES, FrameBuffer, encode_payload
+from .frames import (
+    CHUNK_BYTES,
+    LENGTH_BYTES,
+    MAX_UNSENT_BYTES,
+    FrameBuffer,
+    decode_length,
+    encode_payload,
+)
 
 
 class ChannelBroken(Exception):
@@ -135,7 +142,6 @@ class FrameSocket:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._frames = FrameBuffer()
-        self._payloads: deque[bytes] = deque()  # received, not returned yet
         self._sending = threading.Lock()
 
     def fileno(self) -> int:
@@ -155,19 +161,20 @@ class FrameSocket:
         return bool(poll.poll(0))
 
     def receive(self) -> bytes | None:
-        """The next message's bytes; None at the end of the stream. Raises BrokenStream."""
-        while not self._payloads:
-            self._payloads.extend(self._frames.take())
-            if not self._payloads and not self._frames.wait_for_more(self._socket):
-                return None
-        return self._payloads.popleft()
+        """Wait for the first message, and read no more than that; None at the end of the stream.
+        Raises BrokenStream."""
+        with contextlib.suppress(ConnectionResetError):
+            length = self._socket.recv(LENGTH_BYTES, socket.MSG_WAITALL)
+            if len(length) == LENGTH_BYTES:
+                num_bytes = decode_length(length)
+                payload = self._socket.recv(num_bytes, socket.MSG_WAITALL)
+                return payload if len(payload) == num_bytes else None
+        return None
 
     def receive_ready(self) -> tuple[list[bytes], bool]:
         """All messages that have arrived, and whether the stream has ended. Raises BrokenStream."""
         is_open = self._frames.take_in(self._socket)
-        payloads = [*self._payloads, *self._frames.take()]
-        self._payloads.clear()
-        return payloads, not is_open
+        return self._frames.take(), not is_open
 
     def end(self) -> None:
         """Both sides' readers see the end of the stream, also one blocked in `receive`."""

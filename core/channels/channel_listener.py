@@ -108,15 +108,20 @@ class ChannelListener:
             self._remote.close()
 
     def _admit(self, on_channel: OnChannel, is_local: bool, connection: socket.socket) -> None:
-        pending = _Pending(connection, is_local)
+        names = None
         try:
-            opening = self._handshake(pending)
-            connection = pending.connection
+            connection.settimeout(ADMIT_S)
+            if is_local:
+                require_same_user(connection)
+            elif self._secure is not None:
+                secured = self._secure(connection)
+                connection, names = secured.connection, secured.names
+            opening = self._handshake(connection, names, is_local)
             if isinstance(connection, ssl.SSLSocket):
                 connection = plain_end(connection)
         except (OSError, BatonError) as error:
             log.debug("refused a channel: %s", error)
-            pending.connection.close()
+            connection.close()
             return
         channel = Channel(connection)
         with self._lock:  # once `close` has returned, no channel is passed on
@@ -125,38 +130,25 @@ class ChannelListener:
                 return
         channel.close()
 
-    def _handshake(self, pending: _Pending) -> Opening:
+    def _handshake(
+        self, connection: socket.socket, names: frozenset[str] | None, is_local: bool
+    ) -> Opening:
         """Raises OSError, BatonError."""
-        names = None
-        pending.connection.settimeout(ADMIT_S)
-        if pending.is_local:
-            require_same_user(pending.connection)
-        elif self._secure is not None:
-            secured = self._secure(pending.connection)
-            pending.connection, names = secured.connection, secured.names
-        addresses = (THIS_HOST,) if pending.is_local else self._addresses
+        addresses = (THIS_HOST,) if is_local else self._addresses
         theirs = Listener(self._key_of, self._admission.purposes, addresses)
-        opening = admit(pending.connection, theirs)
-        if not pending.is_local:
-            tune(pending.connection, opening.purpose)
+        opening = admit(connection, theirs)
+        if not is_local:
+            tune(connection, opening.purpose)
         self._newcomers.proven()  # before `check`, which may block
         try:
             self._admission.check(opening, names)
         except BatonError as error:
             log.warning("refused a channel: %s", error.message)
-            refuse(pending.connection, error.message)
+            refuse(connection, error.message)
             raise
-        accept(pending.connection)
+        accept(connection)
         return opening
 
     def _key_of(self, opening: Opening) -> bytes | None:
         is_ours = opening.listener == self._incarnation
         return self._admission.keys.get(opening.key_id) if is_ours else None
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A connection that is not authenticated yet."""
-
-    connection: socket.socket  # the TLS socket, once TLS has begun
-    is_local: bool

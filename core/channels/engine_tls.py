@@ -21,12 +21,14 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 64 << 10
 _MAX_HELD_BYTES = 1 << 20  # buffered per direction: beyond, nothing more is read for it
+
+_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 _running: set[threading.Thread] = set()  # pumps of this process
 
@@ -149,7 +151,7 @@ def _no_password() -> str:
 def plain_end(secured: ssl.SSLSocket) -> socket.socket:
     """The socket to use instead of `secured`, which a pump owns from now on. Raises OSError."""
     ours, theirs = socket.socketpair()
-    thread = threading.Thread(target=_Pump(secured, theirs).run, name="tls", daemon=True)
+    thread = threading.Thread(target=_pump, args=(secured, theirs), name="tls", daemon=True)
     _running.add(thread)
     try:
         thread.start()
@@ -170,93 +172,68 @@ def wait_for_pumps(timeout_s: float) -> None:
             thread.join(max(0.0, until_s - time.monotonic()))
 
 
-class _Pump:
-    """Used by its thread only. Data that one side sent before its end is still sent to the other;
-    data for a side that cannot be written to is dropped, as that side's end is read next.
-    """
+@dataclass(slots=True)
+class _End:
+    """One side of a pump: its socket, and what is still to be written to it."""
 
-    def __init__(self, secured: ssl.SSLSocket, plain: socket.socket) -> None:
-        self._secured, self._plain = secured, plain
+    socket: socket.socket
+    unsent: bytearray = field(default_factory=bytearray)
+    is_over: bool = False  # it was read to its end
+
+    def reads_for(self, other: _End) -> bool:
+        """Whether more can be read for the other side."""
+        return not self.is_over and len(other.unsent) < _MAX_HELD_BYTES
+
+    def read_for(self, other: _End) -> None:
+        while self.reads_for(other):
+            try:
+                data = self.socket.recv(_CHUNK_BYTES)
+            except _NOT_NOW:
+                return
+            except OSError:  # closed by its owner with unread data, or without close_notify
+                data = b""
+            self.is_over = not data
+            other.unsent += data
+
+    def write(self) -> None:
+        """Write what it takes. Data for a side that cannot be written to is dropped, as that side's
+        end is read next."""
+        try:
+            while self.unsent:
+                with memoryview(self.unsent) as held, held[:_CHUNK_BYTES] as part:
+                    num_sent = self.socket.send(part)
+                del self.unsent[:num_sent]
+        except _NOT_NOW:
+            return
+        except OSError:
+            self.unsent.clear()
+
+    def watch(self, poll: select.poll, other: _End) -> None:
+        """Poll for what can be done; if that is nothing, not at all: poll reports a hang-up of any
+        registered socket."""
+        if events := self.reads_for(other) * select.POLLIN | bool(self.unsent) * select.POLLOUT:
+            poll.register(self.socket, events)
+        else:
+            with contextlib.suppress(KeyError):
+                poll.unregister(self.socket)
+
+
+def _pump(secured: ssl.SSLSocket, plain: socket.socket) -> None:
+    """Pass data on in both directions until one side ends; what it sent before still arrives."""
+    tls, owner, poll = _End(secured), _End(plain), select.poll()
+    try:
         secured.setblocking(False)
         plain.setblocking(False)
-        self._to_plain, self._to_secured = bytearray(), bytearray()
-        self._is_plain_over, self._is_secured_over = False, False
-
-    def run(self) -> None:
-        try:
-            poll = select.poll()
-            while self._wait(poll):
-                self._read_secured()
-                self._read_plain()
-                self._write_plain()
-                self._write_secured()
-        finally:
-            self._secured.close()
-            self._plain.close()
-            _running.discard(threading.current_thread())
-
-    def _wait(self, poll: select.poll) -> bool:
-        """Wait for something to do; False: there is nothing left to do."""
-        if self._is_secured_over and not self._to_plain:
-            return False
-        if self._is_plain_over and not self._to_secured:
-            return False
-        reads_secured = not self._is_secured_over and len(self._to_plain) < _MAX_HELD_BYTES
-        reads_plain = not self._is_plain_over and len(self._to_secured) < _MAX_HELD_BYTES
-        _watch(poll, self._secured, reads_secured, bool(self._to_secured))
-        _watch(poll, self._plain, reads_plain, bool(self._to_plain))
-        if not (reads_secured and self._secured.pending()):
-            poll.poll()
-        return True
-
-    def _read_secured(self) -> None:
-        while not self._is_secured_over and len(self._to_plain) < _MAX_HELD_BYTES:
-            try:
-                data = self._secured.recv(_CHUNK_BYTES)
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                return
-            except OSError:  # e.g. an end without close_notify
-                data = b""
-            self._is_secured_over = not data
-            self._to_plain += data
-
-    def _read_plain(self) -> None:
-        while not self._is_plain_over and len(self._to_secured) < _MAX_HELD_BYTES:
-            try:
-                data = self._plain.recv(_CHUNK_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:  # its owner closed it with unread data
-                data = b""
-            self._is_plain_over = not data
-            self._to_secured += data
-
-    def _write_plain(self) -> None:
-        try:
-            while self._to_plain:
-                del self._to_plain[: self._plain.send(self._to_plain)]
-        except BlockingIOError:
-            return
-        except OSError:
-            self._to_plain.clear()
-
-    def _write_secured(self) -> None:
-        try:
-            while self._to_secured:
-                with memoryview(self._to_secured) as held, held[:_CHUNK_BYTES] as part:
-                    sent = self._secured.send(part)
-                del self._to_secured[:sent]
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return
-        except OSError:
-            self._to_secured.clear()
-
-
-def _watch(poll: select.poll, end: socket.socket, reads: bool, writes: bool) -> None:
-    """Poll `end` for these events; if there are none, not at all: poll reports a hang-up of any
-    registered socket."""
-    if events := reads * select.POLLIN | writes * select.POLLOUT:
-        poll.register(end, events)
-    else:
-        with contextlib.suppress(KeyError):
-            poll.unregister(end)
+        while not ((tls.is_over and not owner.unsent) or (owner.is_over and not tls.unsent)):
+            tls.watch(poll, owner)
+            owner.watch(poll, tls)
+            if not (tls.reads_for(owner) and secured.pending()):
+                poll.poll()
+            tls.read_for(owner)
+            owner.read_for(tls)
+            owner.write()
+            tls.write()
+    finally:
+        secured.close()
+        plain.close()
+        _running.discard(threading.current_thread())

@@ -61,15 +61,6 @@ class FrameBuffer:
                 break
         return True
 
-    def wait_for_more(self, sock: socket.socket) -> bool:
-        """Wait for more bytes and read them; False at the end of the stream."""
-        try:
-            data = sock.recv(CHUNK_BYTES)
-        except ConnectionResetError:
-            return False
-        self._received += data
-        return bool(data)
-
     def cut(self, data: bytes) -> list[bytes]:
         """Add `data`; return the payloads that are complete, without empty ones. Raises
         BrokenStream."""

@@ -1,5 +1,5 @@
 """An engine's use of the directory's list of engines, which its supervisor sends: which engines may
-dial it (`MemberList`), and which sources a puller dials, and dials again (`SourceDialer`).
+dial it, and which sources a puller dials, and dials again.
 
     members ─► engines of the same model ─► a thread each: dial, wait for the end, back off
 
@@ -11,19 +11,18 @@ that refuses names the field. Knows no message.
 from __future__ import annotations
 
 import logging
-import socket
 import ssl
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ...core.channels.addresses import host_of
-from ...core.channels.admission import PULLER, dial
+from ...core.channels.addresses import host_id, host_of
+from ...core.channels.admission import PULLER, Secure, dial
 from ...core.channels.channel import Channel
 from ...core.channels.engine_tls import plain_end
 from ...core.errors import BatonError, HandoffFailed
 from ...core.membership import Role
-from ...proto.v1 import engine_pb2
+from ...proto.v1 import engine_pb2, node_pb2
 from .links import Kind, Link
 
 log = logging.getLogger(__name__)
@@ -34,38 +33,27 @@ _WAIT_S = 1.0  # an engine may dial a moment before its entry arrives here
 STEADY_S = 1.0  # a link that lasted this long was good: the back-off starts anew at its end
 
 
-@dataclass(frozen=True, slots=True)
-class Puller:
-    """The dialling engine. It proves that it holds `key`; `secure` begins TLS with a source, raises
-    OSError.
+@dataclass(eq=False)
+class SourceDialer:
+    """`list_members` and `link_over` are for the loop's thread, `is_listed` and `name_of` for any;
+    `close` ends all attempts.
 
-    `awaits_handoffs`: prefill engines hand off to it.
+    `_us`: the dialling engine, which proves that it holds `_key`; `_secure` begins TLS with a
+    source. `_on_link` gets every channel that a source has accepted, on other threads, none after
+    `close`. It must not block.
     """
 
-    incarnation: str
-    model: str
-    fingerprint: str
-    host_id: bytes
-    key: bytes
-    secure: Callable[[socket.socket], ssl.SSLSocket] | None
-    awaits_handoffs: bool = True
-
-
-class SourceDialer:
-    """`list_members` and `link_over` are for the loop's thread; `close` ends all attempts."""
-
-    def __init__(self, puller: Puller, on_link: Callable[[Link], None]) -> None:
-        """`on_link` gets every channel that a source has accepted, on other threads, none after
-        `close`. It must not block.
-        """
-        self._puller = puller
-        self._on_link = on_link
-        self._changed = threading.Condition()
-        self._sources: Mapping[str, engine_pb2.ListedEngine] = {}
-        self._dialled: set[str] = set()  # sources that have a dialling thread
-        self._linked: dict[str, Link] = {}
-        self._refused: set[str] = set()  # with another fingerprint, linked once already
-        self._is_closed = False
+    _us: node_pb2.Welcome
+    _key: bytes = field(repr=False)
+    _secure: Secure | None
+    _on_link: Callable[[Link], None]
+    _host_id: bytes = field(default_factory=host_id)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _listed: Mapping[str, engine_pb2.ListedEngine] = field(default_factory=dict)  # by incarnation
+    _is_away: bool = False  # the directory is
+    _dialled: set[str] = field(default_factory=set)  # sources that have a dialling thread
+    _refused: set[str] = field(default_factory=set)  # with another fingerprint, once linked
+    _is_closed: bool = False
 
     def close(self) -> None:
         with self._changed:
@@ -74,30 +62,48 @@ class SourceDialer:
 
     def list_members(self, members: engine_pb2.Members) -> None:
         """Replace the list: the directory has these engines now."""
-        puller = self._puller
         with self._changed:
-            self._sources = {
-                engine.incarnation: engine
-                for engine in members.engines
-                if engine.incarnation != puller.incarnation and engine.model == puller.model
-            }
-            self._refused &= self._sources.keys()
-            for incarnation in self._sources.keys() - self._dialled - self._refused:
-                self._dialled.add(incarnation)
-                threading.Thread(target=self._keep_linked, args=(incarnation,), daemon=True).start()
+            self._listed = {engine.incarnation: engine for engine in members.engines}
+            self._is_away = members.is_away
+            self._refused &= self._listed.keys()
+            for incarnation in self._listed.keys() - self._dialled - self._refused:
+                if self._is_source(self._listed[incarnation]):
+                    self._dialled.add(incarnation)
+                    dialling = threading.Thread(
+                        target=self._keep_linked, args=(incarnation,), daemon=True
+                    )
+                    dialling.start()
             self._changed.notify_all()
 
-    def link_over(self, link: Link) -> None:
-        """A source's channel has ended."""
+    def _is_source(self, engine: engine_pb2.ListedEngine) -> bool:
+        return engine.model == self._us.model and engine.incarnation != self._us.incarnation
+
+    def is_listed(self, incarnation: str) -> bool:
+        """Whether the engine is listed, or is listed within a second.
+
+        True while the directory is unreachable, as new engines cannot be listed then: the proof of
+        the cluster's key is enough.
+        """
         with self._changed:
-            if self._linked.get(link.name) is link:
-                del self._linked[link.name]
-                self._changed.notify_all()
+            return self._changed.wait_for(
+                lambda: incarnation in self._listed or self._is_away, _WAIT_S
+            )
+
+    def name_of(self, incarnation: str) -> str:
+        """The name of the engine's node, for people; empty if the engine is not listed."""
+        with self._changed:
+            engine = self._listed.get(incarnation)
+            return "" if engine is None else engine.name
+
+    def link_over(self, link: Link) -> None:
+        """A link's channel was closed."""
+        with self._changed:
+            self._changed.notify_all()
 
     def _keep_linked(self, incarnation: str) -> None:
         """Dial one source for as long as it is listed."""
         delay_s, last_reason = FIRST_DELAY_S, ""
-        while (source := self._listed(incarnation)) is not None:
+        while (source := self._source(incarnation)) is not None:
             try:
                 link = self._dial(source)
             except Exception as error:  # a bug must not end the attempts
@@ -108,7 +114,7 @@ class SourceDialer:
             else:
                 last_reason = ""
                 is_steady = self._wait_for_end(link)
-                if source.fingerprint != self._puller.fingerprint:
+                if source.fingerprint != self._us.fingerprint:
                     why = link.ended_by
                     log.warning("not linked to %s (%s): %s", source.name, source.address, why)
                     with self._changed:
@@ -118,10 +124,10 @@ class SourceDialer:
             self._pause(delay_s)
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
 
-    def _listed(self, incarnation: str) -> engine_pb2.ListedEngine | None:
+    def _source(self, incarnation: str) -> engine_pb2.ListedEngine | None:
         """The source's entry; None if it must not be dialled any more: its thread ends."""
         with self._changed:
-            source = self._sources.get(incarnation)
+            source = self._listed.get(incarnation)
             if source is None or self._is_closed or incarnation in self._refused:
                 self._dialled.discard(incarnation)
                 return None
@@ -129,72 +135,39 @@ class SourceDialer:
 
     def _dial(self, source: engine_pb2.ListedEngine) -> Link:
         """Raises OSError, BatonError."""
-        puller = self._puller
         connection = dial(
-            *(PULLER, puller.key),
-            dialer=puller.incarnation,
+            *(PULLER, self._key),
+            dialer=self._us.incarnation,
             listener=source.incarnation,
-            address=None if source.host_id == puller.host_id else source.address,
-            secure=puller.secure,
+            address=None if source.host_id == self._host_id else source.address,
+            secure=self._secure,
         )
         if isinstance(connection, ssl.SSLSocket):
             connection = plain_end(connection)
         host = host_of(source.address)
-        is_handing_off = puller.awaits_handoffs and source.role == Role.PREFILL.value
+        hands_off = (source.role, self._us.role) == (Role.PREFILL.value, Role.DECODE.value)
         link = Link(
             *(Kind.SOURCE, source.incarnation, Channel(connection), host),
-            opens_late=not is_handing_off,
+            opens_late=not hands_off,
             peer=source.name,
         )
         with self._changed:
             if self._is_closed:
                 link.channel.close()
                 raise HandoffFailed("the engine ends")
-            self._linked[link.name] = link
             self._on_link(link)
         return link
 
     def _wait_for_end(self, link: Link) -> bool:
         """Returns whether the channel lasted for STEADY_S."""
         with self._changed:
-            is_short = self._changed.wait_for(lambda: not self._is_up(link), STEADY_S)
-            self._changed.wait_for(lambda: not self._is_up(link))
+            is_short = self._changed.wait_for(lambda: self._is_over(link), STEADY_S)
+            self._changed.wait_for(lambda: self._is_over(link))
         return not is_short
 
-    def _is_up(self, link: Link) -> bool:
-        return self._linked.get(link.name) is link and not self._is_closed
+    def _is_over(self, link: Link) -> bool:
+        return link.channel.is_closed or self._is_closed
 
     def _pause(self, seconds: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed, seconds)
-
-
-class MemberList:
-    """Which engines the directory lists now. `has` and `name_of` are for any thread."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._names: Mapping[str, str] = {}  # by incarnation
-        self._is_away = False
-
-    def list_members(self, members: engine_pb2.Members) -> None:
-        with self._changed:
-            self._names = {engine.incarnation: engine.name for engine in members.engines}
-            self._is_away = members.is_away
-            self._changed.notify_all()
-
-    def has(self, incarnation: str) -> bool:
-        """Whether the engine is listed, or is listed within a second.
-
-        True while the directory is unreachable, as new engines cannot be listed then: the proof of
-        the cluster's key is enough.
-        """
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: incarnation in self._names or self._is_away, _WAIT_S
-            )
-
-    def name_of(self, incarnation: str) -> str:
-        """The name of the engine's node, for people; empty if the engine is not listed."""
-        with self._changed:
-            return self._names.get(incarnation, "")

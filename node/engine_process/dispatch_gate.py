@@ -57,22 +57,22 @@ class Reader(Protocol):
     def read(self, path: str, digest: str = "") -> HostAdapter: ...
 
 
+@dataclass(eq=False)
 class DispatchGate:
-    """Used by the engine loop's thread only. Calls `put` from other threads."""
+    """Used by the engine loop's thread only. Calls `_put` from other threads.
 
-    def __init__(
-        self,
-        grammars: Grammars,
-        room: AdapterRoom[Sequence] | None,
-        reader: Reader | None,
-        end: Callable[[str, BatonError], None],
-        put: Callable[[Gated], None],
-        send: Callable[[str, node_pb2.NodeMessage], None],
-    ) -> None:
-        """`room` and `reader`: None where no adapters are served; `end` ends a request, given its
-        key, whose adapter cannot be read; `send` sends to a gateway."""
-        self._grammars, self._room, self._reader = grammars, room, reader
-        self._end, self._put, self._send = end, put, send
+    `_room` and `_reader`: None where no adapters are served; `_end` ends a request, given its key,
+    whose adapter cannot be read; `_send` sends to a gateway.
+    """
+
+    _grammars: Grammars
+    _room: AdapterRoom[Sequence] | None
+    _reader: Reader | None
+    _end: Callable[[str, BatonError], None]
+    _put: Callable[[Gated], None]
+    _send: Callable[[str, node_pb2.NodeMessage], None]
+
+    def __post_init__(self) -> None:
         self._waiting: dict[tuple[str, int], str] = {}  # (request id, attempt): its gateway
         self._compiling = ThreadPoolExecutor(1, "grammars")
         self._reading = ThreadPoolExecutor(1, "adapters")
@@ -80,8 +80,8 @@ class DispatchGate:
         # By (path, digest) of an adapter that is being read for a dispatch: the other dispatches
         # that wait for it, each with its gateway and since when.
         self._behind: dict[tuple[str, str], list[tuple[str, node_pb2.Dispatch, float]]] = {}
-        if room is not None:
-            room.fetch = self._fetch
+        if self._room is not None:
+            self._room.fetch = self._fetch
 
     @property
     def num_waiting(self) -> int:

@@ -16,12 +16,11 @@ from ...core.channels.engine_tls import EngineTls, wait_for_pumps
 from ...core.channels.handshake import Opening
 from ...core.config import NodeConfig
 from ...core.errors import BatonError, PermissionDenied, StartupFailed
-from ...core.membership import Role
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.engine_channels import EngineChannels
 from ..channels.inbox import Inbox
 from ..channels.links import Kind, Link
-from ..channels.source_dialer import MemberList, Puller, SourceDialer
+from ..channels.source_dialer import SourceDialer
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,8 @@ class Keys:
 
 
 class EngineLinks:
-    """`channels` is used by the loop; `start` begins to accept, `close` ends everything."""
+    """`channels` and `dialer` are used by the loop; `start` begins to accept, `close` ends
+    everything."""
 
     def __init__(
         self,
@@ -50,20 +50,11 @@ class EngineLinks:
     ) -> None:
         """Raises StartupFailed if the engine cannot listen."""
         self._inbox = inbox
-        self._members = MemberList()
         self._tls = tls
-        puller = Puller(
-            incarnation=welcome.incarnation,
-            model=welcome.model,
-            fingerprint=welcome.fingerprint,
-            host_id=host_id(),
-            key=keys.dialing,
-            secure=None if tls is None else tls.puller_wrap(),
-            awaits_handoffs=welcome.role == Role.DECODE.value,
-        )
-        self._dialer = SourceDialer(puller, inbox.put)
+        secure = None if tls is None else tls.puller_wrap()
+        self.dialer = SourceDialer(welcome, keys.dialing, secure, inbox.put)
         silence_s = max(LOST_S, _HEARTBEATS_MISSED * node.heartbeat_s)
-        self.channels = EngineChannels(inbox, welcome, self._dialer.link_over, silence_s)
+        self.channels = EngineChannels(inbox, welcome, silence_s)
         admission = Admission(keys.accepted, (GATEWAY, PULLER), self._check)
         self._listener = _listen(welcome.incarnation, node, admission, tls)
 
@@ -74,24 +65,19 @@ class EngineLinks:
     def start(self) -> None:
         self._listener.start(self._accepted)
 
-    def list_members(self, members: engine_pb2.Members) -> None:
-        """Replace the list: the directory has these engines now."""
-        self._members.list_members(members)
-        self._dialer.list_members(members)
-
     def end(self, error: BatonError) -> None:
         """Report to all gateways why the process ends; it may exit after this. Any thread."""
-        self.channels.broadcast.end(error)
+        self.channels.links.end(error)
         wait_for_pumps(_FLUSH_S)
 
     def close(self) -> None:
         """Call once nothing receives from the inbox any more."""
         self._listener.close()
-        self._dialer.close()
+        self.dialer.close()
         for item in self._inbox.receive(0):
             if isinstance(item, Link):  # accepted too late
                 item.channel.close()
-        self.channels.close()
+        self.channels.links.close()
         wait_for_pumps(_FLUSH_S)
 
     def _check(self, opening: Opening, names: frozenset[str] | None) -> None:
@@ -102,12 +88,12 @@ class EngineLinks:
             if names.isdisjoint(wanted):
                 either = " or ".join(sorted(wanted))
                 raise PermissionDenied(f"this needs the certificate of {either}")
-        if not is_gateway and not self._members.has(opening.dialer):
+        if not is_gateway and not self.dialer.is_listed(opening.dialer):
             raise PermissionDenied(f"engine {opening.dialer} is not in the directory")
 
     def _accepted(self, opening: Opening, channel: Channel) -> None:
         kind = Kind.GATEWAY if opening.purpose == GATEWAY else Kind.PULLER
-        peer = "" if kind is Kind.GATEWAY else self._members.name_of(opening.dialer)
+        peer = "" if kind is Kind.GATEWAY else self.dialer.name_of(opening.dialer)
         self._inbox.put(Link(kind, opening.dialer, channel, peer=peer))
 
 

@@ -15,9 +15,9 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from ...core.errors import BatonError, EngineFailed
+from ...core.errors import BatonError, EngineFailed, Unavailable
 from ...core.ports import Clock
 from ...core.process.collector import collect_some
 from ...engine.engine import Engine
@@ -27,6 +27,7 @@ from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.engine_channels import EngineChannels
 from ..channels.inbox import Inbox
 from ..channels.links import ChannelItem, Kind, Link, LinkOver, Received
+from ..channels.source_dialer import SourceDialer
 from ..peers.peers import Peers
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineRole
@@ -49,7 +50,7 @@ class EngineLoop:
     """Runs until a shutdown or until the engine has drained; raises if the engine fails."""
 
     _engine: Engine
-    _role: EngineRole[Any]
+    _role: EngineRole
     _peers: Peers
     _requests: RequestIO
     _cache_report: CacheReport
@@ -61,7 +62,7 @@ class EngineLoop:
     _channels: EngineChannels
     _gate: DispatchGate
     _orders: PromiseOrders
-    _list_members: Callable[[engine_pb2.Members], None]
+    _dialer: SourceDialer
     _is_over: bool = False
 
     def run(self) -> None:
@@ -79,8 +80,7 @@ class EngineLoop:
         self._heartbeats.turn_started()
         for item in items:
             self._handle(item)
-        if items:
-            self._numbers.has_changed = True
+        self._numbers.has_changed |= bool(items)
         deadline_s = self._role.tick()  # after the inbox: it may contain renewals
         self._peers.pulls.poll()
         has_work = self._engine.has_work and not self._is_over
@@ -91,8 +91,8 @@ class EngineLoop:
             self._role.after_step(output)
         self._flush()
         self._peers.pulls.poll()
-        is_idle = self._role.is_idle() and not self._gate.num_waiting
-        self._is_over |= self._requests.is_draining and is_idle and not self._channels.has_unsent
+        if self._requests.is_draining and self._role.is_idle() and not self._gate.num_waiting:
+            self._is_over |= not self._channels.links.has_unsent
         deadline_s = min(deadline_s, self._numbers.recount())
         self._heartbeats.turn_ended()
         if has_work:
@@ -156,11 +156,9 @@ class EngineLoop:
     def _from_supervisor(self, message: engine_pb2.EngineInput) -> None:
         match message.WhichOneof("body"):
             case "get_ledger":
-                text = json.dumps(self.ledger())
-                ledger = engine_pb2.Ledger(query=message.get_ledger, json=text)
-                self._send(engine_pb2.EngineOutput(ledger=ledger))
+                self._send(engine_pb2.EngineOutput(ledger=json.dumps(self.ledger())))
             case "members":
-                self._list_members(message.members)
+                self._dialer.list_members(message.members)
             case "drain":
                 self._requests.is_draining = True
             case "shutdown":
@@ -170,14 +168,14 @@ class EngineLoop:
 
     def ledger(self) -> dict[str, object]:
         """Blocks, requests, transfers and links as JSON, for `baton fsck` and the tests."""
-        parts = (self._engine.stats.ledger(), self._peers.ledger(), self._channels.ledger())
+        parts = (self._engine.stats.ledger(), self._peers.ledger(), self._channels.links.ledger())
         return {"node": self._requests.node_name} | parts[0] | parts[1] | parts[2]
 
     # -- links -------------------------------------------------------------------------------------
 
     def _add(self, link: Link) -> None:
         """Add a new link, which replaces an older one of the same pair."""
-        older = self._channels.add(link)
+        older = self._channels.links.add(link)
         if older is not None:
             self._lost(older)
         if link.kind is not Kind.GATEWAY:
@@ -188,10 +186,11 @@ class EngineLoop:
         if not link.channel.is_closed:
             log.info("the link with %s ended: %s", link, error.message)
             link.ended_by = error.message
-            self._channels.remove(link)
+            self._channels.links.remove(link)
             self._lost(link)
 
     def _lost(self, link: Link) -> None:
+        self._dialer.link_over(link)
         if link.kind is Kind.GATEWAY:
             self._gate.gateway_lost(link.name)
             for key in self._requests.forget_gateway(link.name):
@@ -201,8 +200,15 @@ class EngineLoop:
 
     def _from_gateway(self, gateway: str, message: node_pb2.GatewayMessage) -> None:
         match message.WhichOneof("body"):
+            case "dispatch" if self._requests.is_draining:
+                error = Unavailable(f"{self._requests.node_name} is draining")
+                self._requests.refuse(gateway, message.dispatch, error)
             case "dispatch":
-                self._dispatch(gateway, message.dispatch)
+                dispatch = message.dispatch
+                has_constraint = dispatch.sampling.WhichOneof("constraint") is not None
+                may_wait = has_constraint or dispatch.HasField("adapter")
+                if not may_wait or self._gate.admits(gateway, dispatch):
+                    self._role.dispatch(gateway, dispatch)
             case "load_adapter":
                 self._gate.load(gateway, message.load_adapter)
             case "cancel":
@@ -211,14 +217,6 @@ class EngineLoop:
                 self._orders.take(message.set_promise)
             case body:
                 log.warning("a gateway sent %s", body)
-
-    def _dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
-        if self._requests.refuses_new(gateway, dispatch):
-            return
-        has_constraint = dispatch.sampling.WhichOneof("constraint") is not None
-        may_wait = has_constraint or dispatch.HasField("adapter")
-        if not may_wait or self._gate.admits(gateway, dispatch):
-            self._role.dispatch(gateway, dispatch)
 
     def _handle_failure(self, item: Item, error: Exception) -> None:
         """Fail the request that caused `error`, or end the link with the peer that did."""
@@ -240,9 +238,7 @@ def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:
 
 
 def _key_of(item: Item) -> str | None:
-    if isinstance(item, Gated) and isinstance(item.message, node_pb2.Dispatch):
-        return _key(item.message)
-    if isinstance(item, Received) and isinstance(item.message, node_pb2.GatewayMessage):
-        message = item.message
-        return _key(message.dispatch if message.HasField("dispatch") else message.cancel)
-    return None
+    message: object = getattr(item, "message", None)
+    if isinstance(message, node_pb2.GatewayMessage):
+        message = message.dispatch if message.HasField("dispatch") else message.cancel
+    return _key(message) if isinstance(message, node_pb2.Dispatch | node_pb2.Cancel) else None

@@ -141,22 +141,11 @@ def _serve(
     if plan.name is RoleName.PREFILL:  # chunks are announced to pullers at their launch
         runner.count_steps(generations)
     parts = pool_parts(
-        runner,
-        engine_config.tensor_parallel_size,
-        incarnation,
-        SystemEntropy(),
-        ranks.hosts,
+        runner, engine_config.tensor_parallel_size, incarnation, SystemEntropy(), ranks.hosts
     )
     offered = contextlib.ExitStack()
     access = offered.enter_context(
-        exported(
-            runner,
-            ranks.followers,
-            generations.fd,
-            parts,
-            node_config,
-            tls,
-        )
+        exported(runner, ranks.followers, generations.fd, parts, node_config, tls)
     )
     limits = limits_of(plan, engine_config, node_config, runner)
     grammars = grammars_of(runner)
@@ -214,25 +203,18 @@ def _serve(
     )
     role = plan.build(engine, requests, peers, clock)
     inbox.watch(frames, lambda: _read(frames))
-    for item in _read(frames):  # frames buffered during the start: no event follows for them
-        inbox.put(item)
     links.start()
     frames.send(engine_pb2.EngineOutput(ready=links.ready(welcome)))
 
     def beat(numbers: node_pb2.Heartbeat) -> None:
-        links.channels.broadcast.heartbeat(numbers)
+        links.channels.links.heartbeat(numbers)
         if frames.has_room():  # else the supervisor does not read: gateways must not wait for it
             frames.send(engine_pb2.EngineOutput(heartbeat=numbers))
 
     heartbeats = HeartbeatSender(beat, node_config.heartbeat_s, clock)
     heartbeats.start()
     gate = DispatchGate(
-        grammars,
-        engine.adapters,
-        assembly.adapters,
-        role.end,
-        inbox.put,
-        links.channels.to_gateway,
+        grammars, engine.adapters, assembly.adapters, role.end, inbox.put, links.channels.to_gateway
     )
     orders = PromiseOrders(engine.promise)
     numbers = EngineNumbers(engine, role, peers, requests, orders, gate, heartbeats, clock)
@@ -252,12 +234,12 @@ def _serve(
         links.channels,
         gate,
         orders,
-        links.list_members,
+        links.dialer,
     )
     try:
         loop.run()
     except Exception as error:
-        links.channels.broadcast.end(_public(error))
+        links.channels.links.end(_public(error))
         raise
     finally:
         gate.close()

@@ -7,7 +7,7 @@ import math
 import operator
 import threading
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 from ...core.ports import Clock
 from ...engine.engine import Engine
@@ -24,92 +24,23 @@ RECOUNT_S = 0.02  # age of the numbers; counting them in each small step would t
 MAX_CALLERS = 64  # in a heartbeat: those with the most waiting tokens
 
 
-def heartbeat(
-    engine: Engine,
-    role: EngineRole[Any],
-    peers: Peers,
-    requests: RequestIO,
-    orders: PromiseOrders,
-) -> node_pb2.Heartbeat:
-    """The state and the counters that are sent to gateways."""
-    load, totals = engine.stats.load(role.pending()), engine.stats.totals()
-    counters = node_pb2.Counters(
-        **codec.same_fields(totals, node_pb2.Counters),
-        host_bytes_out=totals.host.bytes_out,
-        host_bytes_in=totals.host.bytes_in,
-        disk_hit_tokens=totals.disk.num_hit_blocks * engine.limits.block_size,
-        disk_bytes_out=totals.disk.bytes_out,
-        disk_bytes_in=totals.disk.bytes_in,
-        disk_failures=totals.disk.num_failures,
-        num_drafts=totals.speculation.num_drafts,
-        num_draft_tokens=totals.speculation.num_draft_tokens,
-        accepted_drafts=totals.speculation.accepted,
-    )
-    counters.MergeFrom(role.counts)
-    counters.MergeFrom(peers.prefixes.counts)
-    num_leaving = requests.num_with_ticket if role.is_source else 0  # handed off to other engines
-    step_cost = None
-    if (cost := engine.stats.step_cost()) is not None:
-        fields = codec.same_fields(cost, node_pb2.StepCost)
-        step_cost = node_pb2.StepCost(**fields, relative_error=engine.stats.step_cost_error)
-    adapters = engine.adapters
-    callers, decodes = load.waiting_by_caller.items(), load.decodes
-    largest = heapq.nlargest(MAX_CALLERS, callers, key=operator.itemgetter(1))
-    fields = codec.same_fields(load, node_pb2.Heartbeat) | {
-        "num_waiting": load.num_waiting + role.num_coming,
-        "num_blocks": engine.limits.num_blocks,
-        "is_draining": requests.is_draining,
-        "links": peers.windows.links(),
-        "counters": counters,
-        "num_requests": len(requests) - num_leaving,
-        "num_stages": engine.limits.num_stages,
-        "step_cost": step_cost,
-        "expert_ranks": engine.stats.num_expert_ranks,
-        "num_decodes": decodes.num_decodes,
-        "decode_keys": decodes.keys,
-        "tbt_target_s": engine.promise.target_s,
-        "step_tokens": engine.limits.prompt_step_tokens,
-        "is_promise_withdrawn": not engine.promise.is_promising,
-        "promise_epoch": orders.epoch,
-        "promise_leader": orders.leader,
-        "decode_step_p99_s": engine.stats.decode_step_p99_s,
-        "host_blocks": totals.host.num_blocks,
-        "host_block_s": totals.host.block_s,
-        "disk_blocks": totals.disk.num_blocks,
-        "adapters": [] if adapters is None else adapters.digests,
-        "running_adapters": [] if adapters is None else adapters.running_names,
-        "waiting_adapters": [] if adapters is None else adapters.waiting_names,
-        "waiting_by_caller": [
-            node_pb2.CallerTokens(caller_id=caller_id, num_tokens=num_tokens)
-            for caller_id, num_tokens in largest
-            if num_tokens
-        ],
-    }
-    return node_pb2.Heartbeat(**fields)
-
-
+@dataclass(eq=False)
 class EngineNumbers:
     """Counts the engine's numbers for the sender when they are out of date. Used by the loop's
-    thread only."""
+    thread only. `has_changed`: there was input since the last count."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        role: EngineRole[Any],
-        peers: Peers,
-        requests: RequestIO,
-        orders: PromiseOrders,
-        gate: DispatchGate,
-        sender: HeartbeatSender,
-        clock: Clock,
-    ) -> None:
-        self._engine, self._role, self._peers, self._requests = engine, role, peers, requests
-        self._orders, self._gate = orders, gate
-        self._sender, self._clock = sender, clock
-        self.num_steps = 0
-        self.has_changed = False  # there was input since the last count
-        self._recount_s = 0.0  # when the last count expires
-        self._had_prompts = False  # at the last count
+    _engine: Engine
+    _role: EngineRole
+    _peers: Peers
+    _requests: RequestIO
+    _orders: PromiseOrders
+    _gate: DispatchGate
+    _sender: HeartbeatSender
+    _clock: Clock
+    num_steps: int = 0
+    has_changed: bool = False
+    _recount_s: float = 0.0  # when the last count expires
+    _had_prompts: bool = False  # at the last count
 
     def recount(self) -> float:
         """Pass new numbers to the sender; returns inf, or when to call again if it is too early.
@@ -122,11 +53,68 @@ class EngineNumbers:
             return self._recount_s
         self._recount_s, self._had_prompts = now_s + RECOUNT_S, has_prompts
         self.has_changed = False
-        numbers = heartbeat(self._engine, self._role, self._peers, self._requests, self._orders)
-        numbers.num_steps = self.num_steps
-        numbers.num_requests += self._gate.num_waiting
-        self._sender.count(numbers)
+        self._sender.count(self._heartbeat())
         return math.inf
+
+    def _heartbeat(self) -> node_pb2.Heartbeat:
+        """The state and the counters that are sent to gateways."""
+        engine, role, limits = self._engine, self._role, self._engine.limits
+        load, totals = engine.stats.load(role.pending()), engine.stats.totals()
+        counters = node_pb2.Counters(
+            **codec.same_fields(totals, node_pb2.Counters),
+            host_bytes_out=totals.host.bytes_out,
+            host_bytes_in=totals.host.bytes_in,
+            disk_hit_tokens=totals.disk.num_hit_blocks * limits.block_size,
+            disk_bytes_out=totals.disk.bytes_out,
+            disk_bytes_in=totals.disk.bytes_in,
+            disk_failures=totals.disk.num_failures,
+            num_drafts=totals.speculation.num_drafts,
+            num_draft_tokens=totals.speculation.num_draft_tokens,
+            accepted_drafts=totals.speculation.accepted,
+        )
+        counters.MergeFrom(role.counts)
+        counters.MergeFrom(self._peers.prefixes.counts)
+        step_cost = None
+        if (cost := engine.stats.step_cost()) is not None:
+            fields = codec.same_fields(cost, node_pb2.StepCost)
+            step_cost = node_pb2.StepCost(**fields, relative_error=engine.stats.step_cost_error)
+        adapters = engine.adapters
+        callers, decodes = load.waiting_by_caller.items(), load.decodes
+        largest = heapq.nlargest(MAX_CALLERS, callers, key=operator.itemgetter(1))
+        entries, num_leaving = self._requests.entries, 0
+        if role.is_source:  # those handed off to other engines
+            num_leaving = sum(entry.ticket is not None for entry in entries.values())
+        fields = codec.same_fields(load, node_pb2.Heartbeat)
+        fields |= codec.same_fields(limits, node_pb2.Heartbeat) | {
+            "num_steps": self.num_steps,
+            "num_waiting": load.num_waiting + role.num_coming,
+            "is_draining": self._requests.is_draining,
+            "links": self._peers.windows.links(),
+            "counters": counters,
+            "num_requests": len(entries) - num_leaving + self._gate.num_waiting,
+            "step_cost": step_cost,
+            "expert_ranks": engine.stats.num_expert_ranks,
+            "num_decodes": decodes.num_decodes,
+            "decode_keys": decodes.keys,
+            "tbt_target_s": engine.promise.target_s,
+            "step_tokens": limits.prompt_step_tokens,
+            "is_promise_withdrawn": not engine.promise.is_promising,
+            "promise_epoch": self._orders.epoch,
+            "promise_leader": self._orders.leader,
+            "decode_step_p99_s": engine.stats.decode_step_p99_s,
+            "host_blocks": totals.host.num_blocks,
+            "host_block_s": totals.host.block_s,
+            "disk_blocks": totals.disk.num_blocks,
+            "adapters": [] if adapters is None else adapters.digests,
+            "running_adapters": [] if adapters is None else adapters.running_names,
+            "waiting_adapters": [] if adapters is None else adapters.waiting_names,
+            "waiting_by_caller": [
+                node_pb2.CallerTokens(caller_id=caller_id, num_tokens=num_tokens)
+                for caller_id, num_tokens in largest
+                if num_tokens
+            ],
+        }
+        return node_pb2.Heartbeat(**fields)
 
 
 class HeartbeatSender:

@@ -48,11 +48,7 @@ class ExportOrder:
 
 
 def pool_parts(
-    runner: ModelRunner,
-    size: int,
-    incarnation: str,
-    entropy: Entropy,
-    hosts: Iterable[str],
+    runner: ModelRunner, size: int, incarnation: str, entropy: Entropy, hosts: Iterable[str]
 ) -> tuple[PoolPart, ...]:
     """The pools of all ranks, `size` per stage, on `hosts` (empty string: rank 0's host); rank 0's
     pool is named by the engine's incarnation."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -23,19 +24,20 @@ from ...kv_transfer.ranks.ranked import RankPulls
 from .pools import ExportOrder, Offer
 
 
+@dataclass(eq=False)
 class PoolOrders:
-    """This rank's KV pool, and its windows onto others, available once the pool is exported."""
+    """This rank's KV pool, and its windows onto others, available once the pool is exported.
 
-    def __init__(
-        self, runner: ModelRunner, channel: RankChannel, here: HostSettings | None
-    ) -> None:
-        """`here`: this host's settings, if the engine is on several hosts."""
-        self._here = here
-        self._runner = runner
-        self._channel = channel
-        self._offer: Offer | None = None
-        self._pulls: RankPulls | None = None
-        self._mirror: SharedGenerations | None = None  # of a rank on another host than rank 0
+    `_here`: this host's settings, if the engine is on several hosts; `_mirror`: of a rank on
+    another host than rank 0.
+    """
+
+    _runner: ModelRunner
+    _channel: RankChannel
+    _here: HostSettings | None
+    _offer: Offer | None = None
+    _pulls: RankPulls | None = None
+    _mirror: SharedGenerations | None = None
 
     def export(self, message: RankMessage) -> None:
         order = msgspec.msgpack.decode(message.payload, type=ExportOrder)
@@ -62,20 +64,17 @@ class PoolOrders:
             self._mirror.take_over(*unpack_generations(message.payload))
 
     def handlers(self) -> Handlers:
-        def through(act: Callable[[RankPulls, RankMessage], None]) -> Callable[[RankMessage], None]:
-            def handle(message: RankMessage) -> None:
-                assert self._pulls is not None, "an order about windows before the export"
-                act(self._pulls, message)
-
-            return handle
+        def with_pulls(act: Callable[[RankPulls, RankMessage], None], message: RankMessage) -> None:
+            assert self._pulls is not None, "an order about windows before the export"
+            act(self._pulls, message)
 
         return {
             MessageKind.EXPORT_POOL: self.export,
             MessageKind.GENERATIONS: self.mirror,
-            MessageKind.OPEN_WINDOW: through(RankPulls.open),
-            MessageKind.PULL: through(RankPulls.pull),
-            MessageKind.CANCEL_PULL: through(RankPulls.cancel),
-            MessageKind.CLOSE_WINDOW: through(RankPulls.close),
+            MessageKind.OPEN_WINDOW: partial(with_pulls, RankPulls.open),
+            MessageKind.PULL: partial(with_pulls, RankPulls.pull),
+            MessageKind.CANCEL_PULL: partial(with_pulls, RankPulls.cancel),
+            MessageKind.CLOSE_WINDOW: partial(with_pulls, RankPulls.close),
         }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ...core.config import NodeConfig
 from ...core.engine_config import EngineConfig
@@ -23,4 +22,4 @@ class RolePlan:
     name: RoleName
     adjust: Callable[[EngineConfig], EngineConfig]
     max_held_blocks: Callable[[NodeConfig, int], int | None]
-    build: Callable[[Engine, RequestIO, Peers, Clock], EngineRole[Any]]
+    build: Callable[[Engine, RequestIO, Peers, Clock], EngineRole]

@@ -4,11 +4,11 @@ itself."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from dataclasses import dataclass
 
-from ...core import flags
+import msgspec
+
 from ...core.channels.channel import FrameSocket
 from ...core.channels.engine_tls import EngineTls
 from ...core.config import NodeConfig
@@ -17,6 +17,7 @@ from ...engine import assembly
 from ...engine.execution.runner import ModelRunner
 from ...engine.kv.limits import EngineLimits
 from ...engine.model import fingerprint
+from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
 from .engine_links import Keys
 from .role_plan import RolePlan
@@ -24,7 +25,7 @@ from .role_plan import RolePlan
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings from the supervisor: the first frame."""
+    """The settings from the supervisor: the first frame, as JSON."""
 
     engine: EngineConfig
     node: NodeConfig
@@ -36,14 +37,8 @@ def read_settings(frames: FrameSocket) -> Settings:
     payload = frames.receive()
     if payload is None:
         raise ConnectionError("received no configuration")
-    settings = json.loads(engine_pb2.EngineInput.FromString(payload).configure)
-    accepted = {bytes.fromhex(i): bytes.fromhex(key) for i, key in settings["keys"].items()}
-    return Settings(
-        flags.from_json(EngineConfig, settings["engine"]),
-        flags.from_json(NodeConfig, settings["node"]),
-        None if settings["tls"] is None else EngineTls(**settings["tls"]),
-        Keys(bytes.fromhex(settings["dialing_key"]), accepted),
-    )
+    configuration = engine_pb2.EngineInput.FromString(payload).configure
+    return msgspec.json.decode(configuration, type=Settings)
 
 
 def limits_of(
@@ -67,13 +62,9 @@ def welcome_of(
         name=node.name or plan.name.value,
         model=engine.served_model_name or runner.model_dir.name,
         fingerprint=fingerprint.short(runner.fingerprint),
-        max_model_len=runner.max_model_len,
-        block_size=limits.block_size,
-        num_blocks=limits.num_blocks,
-        block_bytes=limits.block_bytes,
+        **codec.same_fields(limits, node_pb2.Welcome),
         vocab_size=runner.model_config.vocab_size,
         eos_token_ids=runner.eos_token_ids,
-        max_num_seqs=limits.max_num_seqs,
         tbt_target_s=engine.tbt_target_s or 0.0,
         max_loras=0 if runner.adapters is None else engine.max_loras,
         num_host_blocks=0 if runner.host_copier is None else runner.host_copier.most_blocks,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...core.errors import BatonError, Cancelled, InvalidRequest, Unavailable
+from ...core.errors import BatonError, Cancelled, InvalidRequest
 from ...core.ports import Clock
 from ...core.request.request import Request, Ticket, TokenLogprobs
 from ...core.request.timeline import Event
@@ -34,25 +34,27 @@ _OVER = Cancelled("the request has ended here")
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One request on this engine. From `stamps` on: what its next output reports."""
+    """One request on this engine. `samples`: all requests of its dispatch."""
 
     request: Request
     gateway: str
     deadline_s: float  # monotonic
     ticket: Ticket | None
+    samples: tuple[Request, ...] = ()
     accepted_ns: int = 0  # monotonic
-    stamps: list[node_pb2.NodeEvent] = field(default_factory=list)
-    cached_tokens: int | None = None
-    transfer: node_pb2.TransferInfo | None = None  # of its hand-off
+    pending: node_pb2.RequestOutput | None = None  # None: nothing to report but its tokens
 
     @property
     def key(self) -> str:
         return self.request.key
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether the next output has nothing to report but its tokens."""
-        return not self.stamps and self.cached_tokens is None and self.transfer is None
+    def next_output(self) -> node_pb2.RequestOutput:
+        """What the next output will report; the caller may add to it."""
+        if self.pending is None:
+            request_id, attempt = self.request.request_id, self.request.attempt
+            self.pending = node_pb2.RequestOutput(request_id=request_id, attempt=attempt)
+        return self.pending
 
 
 @dataclass(slots=True)
@@ -73,42 +75,34 @@ class _Step:
         return node_pb2.StepOutputs(outputs=self.outputs, tokens=tokens)
 
 
+@dataclass(eq=False)
 class RequestIO:
-    """Used by the engine loop's thread only. `send_to` sends to a gateway, given its name."""
+    """Used by the engine loop's thread only. `_send_to` sends to a gateway, given its name;
+    `entries`: the open requests, by key."""
 
-    def __init__(
-        self,
-        send_to: Callable[[str, node_pb2.NodeMessage], None],
-        clock: Clock,
-        node_name: str,
-        vocab_size: int,
-    ) -> None:
-        self.node_name = node_name
-        self.is_draining = False
-        self._entries: dict[str, Entry] = {}
-        self._deadlines: list[tuple[float, str]] = []  # heap; keys of closed entries are skipped
-        self._tombstones = Tombstones(clock)
-        self._send_to = send_to
-        self._steps = defaultdict[str, _Step](_Step)  # by gateway
-        self._clock = clock
-        self._vocab_size = vocab_size
-        self._step_began_ns = 0
+    _send_to: Callable[[str, node_pb2.NodeMessage], None]
+    _clock: Clock
+    node_name: str
+    _vocab_size: int
+    is_draining: bool = False
+    entries: dict[str, Entry] = field(default_factory=dict)
+    _deadlines: list[tuple[float, str]] = field(default_factory=list)  # heap; also closed entries'
+    _steps: dict[str, _Step] = field(default_factory=lambda: defaultdict(_Step))  # by gateway
+    _step_began_ns: int = 0
+
+    def __post_init__(self) -> None:
+        self._tombstones = Tombstones(self._clock)
 
     def accept(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry | None:
         """File a dispatch and its forks. None: rejected, which is reported to the gateway."""
         try:
             return self._open(gateway, dispatch)
         except BatonError as error:
-            self._refuse(gateway, dispatch, error)
+            self.refuse(gateway, dispatch, error)
             return None
 
-    def refuses_new(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
-        """Whether the engine drains: the dispatch is then rejected, which is reported."""
-        if self.is_draining:
-            self._refuse(gateway, dispatch, Unavailable(f"{self.node_name} is draining"))
-        return self.is_draining
-
-    def _refuse(self, gateway: str, dispatch: node_pb2.Dispatch, error: BatonError) -> None:
+    def refuse(self, gateway: str, dispatch: node_pb2.Dispatch, error: BatonError) -> None:
+        """Report that a dispatch is rejected."""
         log.info("refused %s/%d: %s", dispatch.request_id, dispatch.attempt, error.message)
         for request_id in {dispatch.request_id, *dispatch.fork_request_ids}:
             output = node_pb2.RequestOutput(
@@ -125,38 +119,25 @@ class RequestIO:
         ticket = None
         if dispatch.HasField("ticket"):
             ticket = Ticket(**codec.same_fields(dispatch.ticket, Ticket))
-        now_ns = self._now_ns()
-        entry = Entry(request, gateway, deadline_s, ticket, now_ns)
-        forks = [Entry(fork, gateway, deadline_s, ticket, now_ns) for fork in request.forks]
-        self.open(entry, *forks)
-        return entry
+        samples = (request, *request.forks)
+        of_all = (gateway, deadline_s, ticket, samples, self._now_ns())
+        entries = [Entry(sample, *of_all) for sample in samples]
+        self.open(*entries)
+        return entries[0]
 
     def open(self, *samples: Entry) -> None:
         """File a new request's samples, without those that have already ended here. Raises
         Cancelled if all have, InvalidRequest on a duplicate; nothing is filed then."""
         keys = [entry.key for entry in samples]
         for key in keys:
-            if key in self._entries or keys.count(key) > 1:
+            if key in self.entries or keys.count(key) > 1:
                 raise InvalidRequest(f"request {key} was dispatched twice")
         coming = [entry for entry in samples if not self._tombstones.get(entry.key)]
         if not coming:
             raise Cancelled(f"request {keys[0]} has already ended here")
         for entry in coming:
-            self._entries[entry.key] = entry
+            self.entries[entry.key] = entry
             heapq.heappush(self._deadlines, (entry.deadline_s, entry.key))
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._entries
-
-    def get(self, key: str) -> Entry | None:
-        return self._entries.get(key)
-
-    @property
-    def num_with_ticket(self) -> int:
-        return sum(entry.ticket is not None for entry in self._entries.values())
 
     def knows(self, token_ids: Iterable[int]) -> bool:
         """Whether all are in the vocabulary."""
@@ -165,7 +146,7 @@ class RequestIO:
     def stamp(self, entry: Entry, event: Event, at_ns: int | None = None) -> None:
         """Record `event`, now or at the given time, for the request's next output."""
         at_ns = self._now_ns() if at_ns is None else at_ns
-        entry.stamps.append(node_pb2.NodeEvent(event=event.value, monotonic_ns=at_ns))
+        entry.next_output.events.add(event=event.value, monotonic_ns=at_ns)
 
     def begin_step(self) -> None:
         """A step is about to run: requests that start in it start now, but are reported later."""
@@ -179,23 +160,16 @@ class RequestIO:
         return int(self._clock.monotonic_s() * 1e9)
 
     def queue_output(self, entry: Entry) -> node_pb2.RequestOutput:
-        """Queue an output with the entry's pending stamps; the caller may add to it."""
-        output = node_pb2.RequestOutput(
-            request_id=entry.request.request_id,
-            attempt=entry.request.attempt,
-            events=entry.stamps,
-            cached_tokens=entry.cached_tokens,
-            transfer=entry.transfer,
-        )
-        entry.stamps.clear()
-        entry.cached_tokens = entry.transfer = None
+        """Queue the entry's next output; the caller may add to it."""
+        output, entry.pending = entry.next_output, None
         self._steps[entry.gateway].outputs.append(output)
         return output
 
     def emit(self, entry: Entry, token: TokenOutput) -> None:
-        """Queue one token, with the entry's pending stamps."""
+        """Queue one token, with what is pending."""
         request = entry.request
-        if token.finish_reason is None and request.sampling.logprobs is None and entry.is_quiet:
+        is_plain = token.finish_reason is None and request.sampling.logprobs is None
+        if is_plain and entry.pending is None:
             plain = (request.request_id, request.attempt, token.index, token.token_id)
             self._steps[entry.gateway].tokens.append(plain)
             return
@@ -223,7 +197,7 @@ class RequestIO:
 
     def emit_prompt(self, prompt: PromptLogprobs) -> None:
         """Queue prompt logprobs, if the request is still open."""
-        if entry := self._entries.get(prompt.key):
+        if entry := self.entries.get(prompt.key):
             output = self.queue_output(entry)
             output.first_prompt_index = prompt.first_index
             output.prompt_logprobs.extend(map(codec.logprobs_to_wire, prompt.logprobs))
@@ -232,7 +206,7 @@ class RequestIO:
         """Close a request, report `error` if given, and leave a tombstone, also for a key that was
         never dispatched. None: the request was not open."""
         self._tombstones.add(key, _OVER)
-        entry = self._entries.pop(key, None)
+        entry = self.entries.pop(key, None)
         if entry is not None and error is not None:
             if not isinstance(error, Cancelled):
                 log.info("failed %s: %s", key, error.message)
@@ -242,21 +216,18 @@ class RequestIO:
     def forget_gateway(self, gateway: str) -> list[str]:
         """Drop the gateway's outputs; returns the keys of its open requests."""
         self._steps.pop(gateway, None)
-        return [key for key, entry in self._entries.items() if entry.gateway == gateway]
+        return [key for key, entry in self.entries.items() if entry.gateway == gateway]
 
     def overdue(self) -> list[str]:
         """Keys whose deadline has passed. Also removes old tombstones."""
-        now = self._clock.monotonic_s()
         self._tombstones.purge()
-        keys = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, key = heapq.heappop(self._deadlines)
-            if key in self._entries:
-                keys.append(key)
+        now_s, keys = self._clock.monotonic_s(), []
+        while self.next_deadline_s() <= now_s:
+            keys.append(heapq.heappop(self._deadlines)[1])
         return keys
 
     def next_deadline_s(self) -> float:
         """The earliest deadline of an open request (monotonic); inf: none."""
-        while self._deadlines and self._deadlines[0][1] not in self._entries:
+        while self._deadlines and self._deadlines[0][1] not in self.entries:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf

@@ -14,12 +14,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, TypeVar
 
 from ...core.errors import BatonError, Cancelled, DeadlineExceeded, PromiseRefused
 from ...core.ports import Clock
 from ...core.request.request import Request, Ticket
 from ...core.request.timeline import Event
+from ...core.request.token_ids import BlockHash
 from ...engine.engine import Engine
 from ...engine.scheduling.outputs import StepOutput, TokenOutput
 from ...proto.v1 import node_pb2
@@ -34,12 +34,15 @@ class Handoff:
 
     ticket: Ticket
     samples: Sequence[Request]
+    # At the source, from Offered to ReleaseBlocks.
+    num_offered_blocks: int = 0
+    is_first_token_out: bool = False
+    # At the puller, until its KV is here.
+    block_hashes: Sequence[BlockHash] = ()  # of the known tokens' full blocks
+    reserved_s: float | None = None  # when it got its blocks: the begin of a hand-off's time
 
 
-H = TypeVar("H", bound=Handoff)
-
-
-class EngineRole(ABC, Generic[H]):
+class EngineRole(ABC):
     """An error of one request ends that request and is not raised. For an unexpected exception the
     loop calls `end`."""
 
@@ -49,22 +52,21 @@ class EngineRole(ABC, Generic[H]):
         self._engine, self._requests, self._peers, self._clock = engine, requests, peers, clock
         self._prefixes = peers.prefixes
         self._trials = Trials(requests, engine.num_outputs)
-        self._handoffs: dict[str, H] = {}  # open ones, by the key of each sample
+        self._handoffs: dict[str, Handoff] = {}  # open ones, by the key of the first sample
         self.counts = node_pb2.Counters()  # of hand-offs, since the engine's incarnation began
 
     def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
         entry = self._requests.accept(gateway, dispatch)
         if entry is None:
             return
-        samples = (entry.request, *entry.request.forks)
-        begin = partial(self._begin, entry, samples)
+        begin = partial(self._begin, entry)
         try:
             self._check(entry)
             source = entry.request.prefix_source if self._has_prompt(entry) else None
             if source is None or not self._prefixes.begin(entry.request, source, begin):
                 begin()
         except BatonError as error:
-            self._fail_all(samples, error)
+            self._fail_all(entry.samples, error)
 
     def _check(self, entry: Entry) -> None:
         """Raises BatonError if this engine cannot accept the request now."""
@@ -81,25 +83,24 @@ class EngineRole(ABC, Generic[H]):
         """Whether its prompt is computed here; otherwise its KV is pulled."""
         return self.is_source or entry.ticket is None
 
-    def _begin(self, entry: Entry, samples: Sequence[Request]) -> None:
+    def _begin(self, entry: Entry) -> None:
         """Start a request after its prefix has been fetched, or will not be."""
         try:
             if entry.ticket is not None:
-                self._open_handoff(entry, entry.ticket, samples)
-            elif entry.request.sampling.use_beam_search:
-                self._begin_search(entry, samples)
-            else:
-                for sample in filter(self._is_open, samples):
+                self._open_handoff(entry, entry.ticket)
+            elif not entry.request.sampling.use_beam_search:
+                for sample in filter(self._is_open, entry.samples):
                     self._engine.add(replace(sample, fork_ids=()))
+            elif any(map(self._is_open, entry.samples)):
+                self._engine.add(entry.request)  # one search for all samples
+                self._abort_ended(entry.samples)
         except BatonError as error:
-            self._fail_all(samples, error)
+            self._fail_all(entry.samples, error)
 
-    def _begin_search(self, entry: Entry, samples: Sequence[Request]) -> None:
-        """Start one beam search for all samples that are still open."""
-        over = [sample for sample in samples if not self._is_open(sample)]
-        if len(over) < len(samples):
-            self._engine.add(entry.request)
-            for sample in over:
+    def _abort_ended(self, samples: Sequence[Request]) -> None:
+        """Take the samples that have ended out of a beam search that has just begun."""
+        for sample in samples:
+            if not self._is_open(sample):
                 self._engine.abort(sample.key)
 
     @property
@@ -111,66 +112,65 @@ class EngineRole(ABC, Generic[H]):
         """End a request in any state and report `error` to its gateway; None: nothing to report.
         Unknown keys leave a tombstone."""
         entry = self._requests.end(key, error)
-        handoff = self._handoffs.get(key)
-        if handoff is None:
-            if entry is not None:  # else it has ended, and a copy may still write to its blocks
+        if entry is not None:  # else it has ended, and a copy may still write to its blocks
+            handoff = self._handoff_of(entry)
+            if handoff is None:
                 self._engine.abort(key)
-        elif not self._is_wanted(handoff):
-            self._cancel_handoff(handoff, error or Cancelled("the request was cancelled"))
-        self._prefixes.forget(key, self._requests)
+            elif not self._is_wanted(handoff):
+                self._cancel_handoff(handoff, error or Cancelled("the request was cancelled"))
+        self._prefixes.forget(key, self._requests.entries)
 
     def _fail_all(self, samples: Sequence[Request], error: BatonError) -> None:
         for sample in samples:
             self.end(sample.key, error)
 
     def _is_open(self, sample: Request) -> bool:
-        return sample.key in self._requests
+        return sample.key in self._requests.entries
 
-    def _is_wanted(self, handoff: H) -> bool:
+    def _is_wanted(self, handoff: Handoff) -> bool:
         """Whether any of its samples is still open."""
         return any(map(self._is_open, handoff.samples))
 
-    def _remove_handoff(self, handoff: H) -> None:
-        for sample in handoff.samples:
-            del self._handoffs[sample.key]
+    def _handoff_of(self, entry: Entry) -> Handoff | None:
+        """The open hand-off of a request, if it has one."""
+        handoff = self._handoffs.get(entry.samples[0].key)
+        return handoff if handoff is not None and handoff.samples is entry.samples else None
 
     def after_step(self, output: StepOutput) -> None:
         """Report a step's results: started requests, prompt logprobs, tokens, failures."""
+        entries = self._requests.entries
         for key, cached_tokens in output.started.items():
-            if entry := self._requests.get(key):
-                if not self._has_prompt(entry):
-                    self._requests.stamp_started(entry, Event.DECODE_STARTED)
-                    if self._engine.promise.tbt_target_s is not None:
-                        self._requests.queue_output(entry)  # its first token is held until then
-                    continue
-                self._prompt_started(entry, cached_tokens)
-                for fork in entry.request.forks if entry.ticket is not None else ():
-                    if each := self._requests.get(fork.key):  # shares the prompt
-                        self._prompt_started(each, cached_tokens)
+            if entry := entries.get(key):
+                self._started(entry, cached_tokens)
         for prompt in output.prompt_logprobs:
             self._requests.emit_prompt(prompt)
         for token in output.tokens:
-            self._on_token(token)
+            if entry := entries.get(token.key):
+                self._on_token(entry, token)
         for chunk in output.chunks:
             is_of_beams = chunk.sampled is not None and chunk.sampled.candidates
-            if is_of_beams and (entry := self._requests.get(chunk.key)):
+            if is_of_beams and (entry := entries.get(chunk.key)):
                 self._requests.queue_output(entry)  # reports that its prompt is computed
         for beam in output.beams:
-            if entry := self._requests.get(beam.key):
+            if entry := entries.get(beam.key):
                 self._requests.emit_beam(entry, beam)
                 self._requests.end(beam.key, None)
         for key, error in output.failed:
             self.end(key, error)
 
-    def _prompt_started(self, entry: Entry, cached_tokens: int) -> None:
-        self._requests.stamp(entry, Event.PREFILL_QUEUED, entry.accepted_ns)
-        self._requests.stamp_started(entry, Event.PREFILL_STARTED)
-        entry.cached_tokens = cached_tokens
-
-    def _on_token(self, token: TokenOutput) -> None:
-        entry = self._requests.get(token.key)
-        if entry is None:
+    def _started(self, entry: Entry, cached_tokens: int) -> None:
+        if not self._has_prompt(entry):
+            self._requests.stamp_started(entry, Event.DECODE_STARTED)
+            if self._engine.promise.tbt_target_s is not None:
+                self._requests.queue_output(entry)  # its first token is held until then
             return
+        sharing = entry.samples if entry.ticket is not None else (entry.request,)
+        for each in filter(None, (self._requests.entries.get(one.key) for one in sharing)):
+            self._requests.stamp(each, Event.PREFILL_QUEUED, each.accepted_ns)
+            self._requests.stamp_started(each, Event.PREFILL_STARTED)
+            each.next_output.cached_tokens = cached_tokens
+
+    def _on_token(self, entry: Entry, token: TokenOutput) -> None:
         num_known = len(entry.request.output_token_ids)
         if token.index == num_known:
             self._requests.stamp(entry, Event.FIRST_TOKEN)
@@ -192,13 +192,13 @@ class EngineRole(ABC, Generic[H]):
 
     def is_idle(self) -> bool:
         """Whether there is no request, lease or pull: the process may exit."""
-        return not (self._requests or self._handoffs) and self._peers.is_idle
+        return not (self._requests.entries or self._handoffs) and self._peers.is_idle
 
     @abstractmethod
-    def _open_handoff(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
+    def _open_handoff(self, entry: Entry, ticket: Ticket) -> None:
         """Open this engine's end of a request's hand-off. Raises BatonError: the request and its
         forks fail."""
 
     @abstractmethod
-    def _cancel_handoff(self, handoff: H, error: BatonError) -> None:
+    def _cancel_handoff(self, handoff: Handoff, error: BatonError) -> None:
         """All samples have ended, the last one with `error`: give the hand-off up."""

@@ -26,7 +26,7 @@ class Trials:
 
     def admit(self, entry: Entry) -> None:
         """Admit a suspect. Raises TrialRefused if another gateway's is running."""
-        other = None if self._tried is None else self._requests.get(self._tried)
+        other = None if self._tried is None else self._requests.entries.get(self._tried)
         if other is not None and other.gateway != entry.gateway:
             num_known = len(other.request.output_token_ids)
             if self._num_outputs(other.key) < num_known + _FURTHER:

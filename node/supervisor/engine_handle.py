@@ -16,18 +16,20 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...core.channels.frames import encode_payload, read_frame
+from ...core.config import NodeConfig
 from ...core.errors import BatonError, NodeLost, StartupFailed
 from ...core.ports import Clock
 from ...core.process.children import bound_to_us
 from ...prefix_index.journal import CacheJournal
 from ...prefix_index.messages import split_hashes
 from ...proto import codec
-from ...proto.v1 import engine_pb2, node_pb2
+from ...proto.v1 import engine_pb2
 
 HEARTBEATS_MISSED = 6  # without a heartbeat for so many intervals: not progressing
 FIRST_DELAY_S = 0.5
@@ -41,44 +43,36 @@ KILLED_S = 10.0  # a process that was killed may take this long to end
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """How to start an engine process: a module with a main, its configuration and environment."""
+    """How to start an engine process: a module with a main, its configuration and environment.
+
+    `node`: the node's configuration for this engine; `device`: as given, or empty.
+    """
 
     module: str
-    configuration: str  # JSON, the first frame
+    configuration: str = field(repr=False)  # JSON with the keys, the first frame
     environment: Mapping[str, str]
-    heartbeat_s: float
+    node: NodeConfig
+    device: str = ""
 
 
+@dataclass(eq=False)
 class EngineHandle:
     """One engine process from its start to its end. Made by `start_engine`."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        ready: engine_pb2.Ready,
-        heartbeat_s: float,
-        clock: Clock,
-    ) -> None:
-        self.ready = ready
-        self.welcome = welcome = ready.welcome
-        self.heartbeat: node_pb2.Heartbeat | None = None  # the last one
-        self.cache_journal = CacheJournal(welcome.incarnation)
-        self._process = process
-        self._reader = reader
-        self._writer = writer
-        self._clock = clock
-        self._heartbeat_s = heartbeat_s
-        self._last_heartbeat_s = clock.monotonic_s()
-        self._ledgers: dict[int, asyncio.Future[str]] = {}
-        self._num_queries = 0
-        self._failure: BatonError | None = None
-        self._lost: NodeLost | None = None  # set once the frames have ended
+    _process: asyncio.subprocess.Process
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+    ready: engine_pb2.Ready
+    command: EngineCommand
+    _clock: Clock
+    _ledgers: deque[asyncio.Future[str]] = field(default_factory=deque)  # asked for, in order
+    _failure: BatonError | None = None
+    _lost: NodeLost | None = None  # set once the frames have ended
 
-    @property
-    def incarnation(self) -> str:
-        return self.welcome.incarnation
+    def __post_init__(self) -> None:
+        self.incarnation = self.ready.welcome.incarnation
+        self.cache_journal = CacheJournal(self.incarnation)
+        self._last_heartbeat_s = self._clock.monotonic_s()
 
     @property
     def is_over(self) -> bool:
@@ -92,7 +86,8 @@ class EngineHandle:
 
     @property
     def is_progressing(self) -> bool:
-        return not self.is_over and self.silent_s < HEARTBEATS_MISSED * self._heartbeat_s
+        limit_s = HEARTBEATS_MISSED * self.command.node.heartbeat_s
+        return not self.is_over and self.silent_s < limit_s
 
     def send(self, message: engine_pb2.EngineInput) -> None:
         """Queue a frame. It is lost if the process is gone, which `run` detects."""
@@ -119,12 +114,11 @@ class EngineHandle:
     def _route(self, message: engine_pb2.EngineOutput) -> None:
         match message.WhichOneof("body"):
             case "heartbeat":
-                self.heartbeat = message.heartbeat
                 self._last_heartbeat_s = self._clock.monotonic_s()
             case "ledger":
-                future = self._ledgers.pop(message.ledger.query, None)
-                if future is not None and not future.done():  # cancelled, perhaps just now
-                    future.set_result(message.ledger.json)
+                future = self._ledgers.popleft()
+                if not future.done():  # cancelled, perhaps just now
+                    future.set_result(message.ledger)
             case "cache_changes":
                 changes = message.cache_changes
                 lists = (changes.removed, changes.stored, changes.in_host)
@@ -134,7 +128,7 @@ class EngineHandle:
 
     def _end_queries(self) -> None:
         lost = self._lost = NodeLost("the engine process ended")
-        for future in self._ledgers.values():
+        for future in self._ledgers:
             if not future.done():
                 future.set_exception(lost)
 
@@ -142,15 +136,10 @@ class EngineHandle:
         """The engine's ledger as JSON. Raises NodeLost if the engine ends before it is received."""
         if self._lost:
             raise self._lost
-        self._num_queries += 1
-        query = self._num_queries
-        future = self._ledgers[query] = asyncio.get_running_loop().create_future()
-        self.send(engine_pb2.EngineInput(get_ledger=query))
-        try:
-            answer: str = await future
-            return answer
-        finally:
-            self._ledgers.pop(query, None)
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._ledgers.append(future)
+        self.send(engine_pb2.EngineInput(get_ledger=True))
+        return await future
 
     # -- end -----------------------------------------------------------------------------------
 
@@ -189,7 +178,7 @@ async def start_engine(
         with contextlib.suppress(TimeoutError):  # it may be blocked in the kernel
             await asyncio.wait_for(process.wait(), KILLED_S)
         raise
-    return EngineHandle(process, reader, writer, ready, command.heartbeat_s, clock)
+    return EngineHandle(process, reader, writer, ready, command, clock)
 
 
 async def _spawn(command: EngineCommand) -> tuple[asyncio.subprocess.Process, socket.socket]:
@@ -231,44 +220,22 @@ def _describe(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-class Backoff:
-    """How long to wait before the next start."""
-
-    def __init__(self) -> None:
-        self._delay_s = FIRST_DELAY_S
-
-    def after(self, lived_s: float) -> float:
-        """The delay after an engine that lived for `lived_s`."""
-        if lived_s >= HEALTHY_S:
-            self._delay_s = FIRST_DELAY_S
-        delay_s = self._delay_s
-        self._delay_s = min(2 * delay_s, LONGEST_DELAY_S)
-        return delay_s
-
-
+@dataclass(eq=False)
 class EngineSlot:
     """Holds the current engine.
 
-    `on_change` is called whenever it starts or ends; `presence` is entered while it runs: its
+    `_on_change` is called whenever it starts or ends; `_presence` is entered while it runs: its
     entries in the directory and the prefix index.
     """
 
-    def __init__(
-        self,
-        command: EngineCommand,
-        report: Callable[[str], None],
-        on_change: Callable[[], None],
-        presence: Callable[[EngineHandle], AbstractAsyncContextManager[None]],
-        clock: Clock,
-    ) -> None:
-        self.engine: EngineHandle | None = None
-        self._command = command
-        self._report = report
-        self._on_change = on_change
-        self._presence = presence
-        self._clock = clock
-        self._is_stopping = False
-        self._most_start_s = START_S
+    _command: EngineCommand
+    _report: Callable[[str], None]
+    _on_change: Callable[[], None]
+    _presence: Callable[[EngineHandle], AbstractAsyncContextManager[None]]
+    _clock: Clock
+    engine: EngineHandle | None = None
+    _is_stopping: bool = False
+    _most_start_s: float = START_S
 
     @property
     def is_ready(self) -> bool:
@@ -282,14 +249,15 @@ class EngineSlot:
 
     async def run(self) -> None:
         """Keep an engine in the slot until `stop`; call after `start`."""
-        backoff = Backoff()
+        delay_s = FIRST_DELAY_S
         while True:
-            lived_s = await self._live()
+            if await self._live() >= HEALTHY_S:
+                delay_s = FIRST_DELAY_S
             if self._is_stopping:
                 return
-            delay_s = backoff.after(lived_s)
             self._report(f"starting the engine again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, LONGEST_DELAY_S)
             try:
                 async with asyncio.timeout(self._most_start_s):
                     self._replace(await self._start_engine())

@@ -16,8 +16,9 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -147,7 +148,9 @@ class RankHost:
         """Start the ranks; kill them all once one has ended, or when cancelled."""
         processes: list[asyncio.subprocess.Process] = []
         try:
-            with _store(len(connections)) as store:
+            # Several ranks of one host rendezvous at a loopback socket.
+            listen = partial(socket.create_server, ("127.0.0.1", 0))
+            with listen() if len(connections) > 1 else contextlib.nullcontext() as store:
                 for connection, request in zip(connections, self._requests, strict=True):
                     processes.append(await self._start(connection, request, store))
             numbers = ", ".join(str(request.rank) for request in self._requests)
@@ -188,13 +191,3 @@ def _is_over(connection: socket.socket) -> bool:
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)  # and errors, which poll always reports
     return bool(poll.poll(0))
-
-
-@contextlib.contextmanager
-def _store(num_ranks: int) -> Iterator[socket.socket | None]:
-    """A listening loopback socket for the rendezvous of several ranks; None for one rank."""
-    if num_ranks == 1:
-        yield None
-        return
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener

@@ -11,8 +11,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -37,17 +36,41 @@ _PULLER = Role.DECODE.value
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-@dataclass(slots=True)
-class Callers:
-    """Authenticates the callers of a node's server. `addresses`: those at which it is dialled."""
+class NodeServicer(node_pb2_grpc.NodeServicer):
+    """The node's service, which authenticates its callers."""
 
-    secret: ClusterSecret
-    addresses: Collection[str]
-    has_tls: bool = False
-    num_pending: int = 0
+    def __init__(
+        self,
+        engines: Callable[[], Sequence[EngineHandle]],
+        members: Callable[[], Sequence[Member]],
+        secret: ClusterSecret,
+        addresses: Collection[str],
+        *,
+        has_tls: bool = False,
+    ) -> None:
+        """`engines` returns those that are alive now, `members` the node's directory entries.
+        `addresses`: those at which the node is dialled."""
+        self._engines, self._members = engines, members
+        self._secret, self._addresses, self._has_tls = secret, addresses, has_tls
+        self.num_pending = 0
+
+    async def GetLedgers(
+        self, requests: AsyncIterator[node_pb2.GetLedgersRequest], context: Context
+    ) -> None:
+        response = node_pb2.GetLedgersResponse
+        async with self._admitted(context, requests, response, LEDGERS, GATEWAY):
+            ledgers = await asyncio.gather(*(_ledger(engine) for engine in self._engines()))
+            await context.write(response(ledgers=ledgers))
+
+    async def GetMembers(
+        self, requests: AsyncIterator[node_pb2.GetMembersRequest], context: Context
+    ) -> None:
+        response = node_pb2.GetMembersResponse
+        async with self._admitted(context, requests, response, MEMBERS, GATEWAY, _PULLER):
+            await context.write(answer_with(self._members(), self._secret))
 
     @asynccontextmanager
-    async def admitted(
+    async def _admitted(
         self,
         context: Context,
         requests: AsyncIterator[Any],
@@ -85,10 +108,10 @@ class Callers:
         self.num_pending += 1
         try:
             async with asyncio.timeout(ADMIT_S):
-                keys = self.secret.keys_by_id()
-                listener = Listener(lambda o: keys.get(o.key_id), (purpose,), self.addresses)
+                keys = self._secret.keys_by_id()
+                listener = Listener(lambda o: keys.get(o.key_id), (purpose,), self._addresses)
                 opening = (await anext(requests)).handshake
-                if self.has_tls:
+                if self._has_tls:
                     check_peer_role(context, *roles)
                 challenge = listener.challenge(opening)
                 await context.write(response(handshake=challenge))
@@ -102,37 +125,6 @@ class Callers:
             raise Unauthenticated("the stream ended during the handshake") from None
         finally:
             self.num_pending -= 1
-
-
-class Engines(Protocol):
-    """The engines of this node that are alive now, and their entries for the directory."""
-
-    def engines(self) -> Sequence[EngineHandle]: ...
-
-    def members(self) -> Sequence[Member]: ...
-
-
-class NodeServicer(node_pb2_grpc.NodeServicer):
-    """The node's service."""
-
-    def __init__(self, node: Engines, callers: Callers) -> None:
-        self._node = node
-        self._callers = callers
-
-    async def GetLedgers(
-        self, requests: AsyncIterator[node_pb2.GetLedgersRequest], context: Context
-    ) -> None:
-        response = node_pb2.GetLedgersResponse
-        async with self._callers.admitted(context, requests, response, LEDGERS, GATEWAY):
-            ledgers = await asyncio.gather(*(_ledger(engine) for engine in self._node.engines()))
-            await context.write(response(ledgers=ledgers))
-
-    async def GetMembers(
-        self, requests: AsyncIterator[node_pb2.GetMembersRequest], context: Context
-    ) -> None:
-        response = node_pb2.GetMembersResponse
-        async with self._callers.admitted(context, requests, response, MEMBERS, GATEWAY, _PULLER):
-            await context.write(answer_with(self._node.members(), self._callers.secret))
 
 
 async def _ledger(engine: EngineHandle) -> str:
@@ -188,15 +180,13 @@ class NodeHealth:
             is_ready = self._is_ready()
             if is_ready != reported:
                 reported = is_ready
-                await self._report(is_ready)
+                answer = health_pb2.HealthCheckResponse
+                for service in SERVICES:
+                    status = answer.SERVING if is_ready else answer.NOT_SERVING
+                    await self.servicer.set(service, status)
             try:
                 async with asyncio.timeout(self._look_s):
                     await self.changed.wait()
             except TimeoutError:
                 continue
             self.changed.clear()
-
-    async def _report(self, is_ready: bool) -> None:
-        answer = health_pb2.HealthCheckResponse
-        for service in SERVICES:
-            await self.servicer.set(service, answer.SERVING if is_ready else answer.NOT_SERVING)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
 import grpc
+import msgspec
 from grpc_health.v1 import health_pb2_grpc
 
 from ...cluster.exposure import check_exposure, check_secret
@@ -37,10 +38,11 @@ from ...core.process.event_loop import StopSignals, keep_running, show_turns
 from ...core.process.logs import print_line, set_up_logging
 from ...prefix_index.publisher import Publisher
 from ...prefix_index.redis_link import RedisIndexLink
+from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2_grpc
 from .engine_handle import KILLED_S, EngineCommand, EngineHandle, EngineSlot
 from .placement import engine_configs, engine_environment, engine_tls
-from .rpc import Callers, NodeHealth, NodeServicer, make_server
+from .rpc import NodeHealth, NodeServicer, make_server
 
 ENTRY_TTL_S = 6.0
 DRAIN_S = 20.0  # how long running requests may take after SIGTERM
@@ -70,11 +72,7 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
     redis = RedisClient(cluster.redis_url, cluster.cluster, secret)
     sought = (Role.PREFILL,) if role is Role.DECODE else ()  # pullers dial, sources are dialled
     directory = KnownNodes(
-        RedisDirectory(redis),
-        sought,
-        partial(ask_members, secret, tls),
-        secret,
-        SystemClock(),
+        RedisDirectory(redis), sought, partial(ask_members, secret, tls), secret, SystemClock()
     )
     supervisor = Supervisor(role, engine, node, secret, directory, RedisIndexLink(redis), tls)
     try:
@@ -96,33 +94,25 @@ def _listen(node: NodeConfig, tls: ClusterTls | None) -> tuple[grpc.aio.Server, 
         return server, port
 
 
+@dataclass(eq=False)
 class Supervisor:
     """One node. It processes no requests: it relays messages, and watches and restarts engines."""
 
-    def __init__(
-        self,
-        role: Role,
-        engine: EngineConfig,
-        node: NodeConfig,
-        secret: ClusterSecret,
-        directory: Directory,
-        index: RedisIndexLink,
-        tls: ClusterTls | None = None,
-    ) -> None:
-        self._tls = tls
-        self._role = role
-        self._node = node
-        self._secret = secret
-        self._directory = directory
-        self._index = index
-        self._addresses = addresses_of(node)
+    _role: Role
+    engine: InitVar[EngineConfig]
+    _node: NodeConfig
+    _secret: ClusterSecret
+    _directory: Directory
+    _index: RedisIndexLink
+    _tls: ClusterTls | None = None
+    _members: engine_pb2.Members = field(default_factory=engine_pb2.Members)  # as last sent to all
+    _is_draining: bool = False
+
+    def __post_init__(self, engine: EngineConfig) -> None:
+        self._addresses = addresses_of(self._node)
         self._address = self._addresses[0]
-        self._members = engine_pb2.Members()  # as last sent to all engines
-        self._is_draining = False
-        self._health = NodeHealth(self._is_ready, node.heartbeat_s)
-        configs = engine_configs(engine, node)
-        self._devices: dict[str, str] = {}  # by the engine's name
-        self._configs: dict[str, NodeConfig] = {}  # by the engine's name
+        self._health = NodeHealth(self._is_ready, self._node.heartbeat_s)
+        configs = engine_configs(engine, self._node)
         self._slots = [
             self._make_slot(config, None if len(configs) == 1 else index)
             for index, config in enumerate(configs)
@@ -144,28 +134,26 @@ class Supervisor:
         """`index` distinguishes several engines of a node."""
         name = f"{self._node.name}" if index is None else f"{self._node.name}.{index}"
         node = _node_of_engine(self._node, name, index or 0)
-        self._configs[name] = node
-        self._devices[name] = "" if engine.device == "auto" else engine.device
+        secret = self._secret
         settings = {
-            "engine": dataclasses.asdict(engine),
-            "node": dataclasses.asdict(node),
-            "tls": None if self._tls is None else dataclasses.asdict(engine_tls(self._tls)),
-            "dialing_key": self._secret.dialing_key.hex(),
-            "keys": {i.hex(): key.hex() for i, key in self._secret.keys_by_id().items()},
+            "engine": engine,
+            "node": node,
+            "tls": None if self._tls is None else engine_tls(self._tls),
+            "keys": {"dialing": secret.dialing_key, "accepted": secret.keys_by_id()},
         }
         command = EngineCommand(
             module=f"baton.{self._role.value}_node.engine_main",
-            configuration=json.dumps(settings),
+            configuration=msgspec.json.encode(settings).decode(),
             environment=engine_environment(engine),
-            heartbeat_s=node.heartbeat_s,
+            node=node,
+            device="" if engine.device == "auto" else engine.device,
         )
-        return EngineSlot(
-            command,
-            report=lambda line: print_line(line if index is None else f"[{index}] {line}"),
-            on_change=self._health.changed.set,
-            presence=self._presence,
-            clock=SystemClock(),
-        )
+
+        def report(line: str) -> None:
+            print_line(line if index is None else f"[{index}] {line}")
+
+        on_change = self._health.changed.set
+        return EngineSlot(command, report, on_change, self._presence, SystemClock())
 
     async def _pass_members_on(self) -> None:
         """Send engines the directory's list: which engines to dial, and which may dial them."""
@@ -192,8 +180,12 @@ class Supervisor:
 
     async def serve(self, server: grpc.aio.Server, signals: StopSignals) -> None:
         """Run the node until a stop signal. Raises StartupFailed, and what a slot's task raised."""
-        callers = Callers(self._secret, self._addresses, has_tls=self._tls is not None)
-        _add_services(server, self, callers, self._health)
+        parts = (self.engines, self.members, self._secret, self._addresses)
+        servicer = NodeServicer(*parts, has_tls=self._tls is not None)
+        node_pb2_grpc.add_NodeServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(  # type: ignore[no-untyped-call]
+            self._health.servicer, server
+        )
         await server.start()
         files = () if self._tls is None else (self._tls.files,)
         beside = (
@@ -275,33 +267,15 @@ class Supervisor:
             await self._directory.withdraw(engine.incarnation)
 
     def _member(self, engine: EngineHandle) -> Member:
-        welcome = engine.welcome
-        return Member(
-            incarnation=welcome.incarnation,
-            role=self._role,
-            name=welcome.name,
-            address=self._address,
-            model=welcome.model,
-            fingerprint=welcome.fingerprint,
-            max_model_len=welcome.max_model_len,
-            block_size=welcome.block_size,
-            num_blocks=welcome.num_blocks,
-            engine_address=engine_addresses_of(self._configs[welcome.name], engine.ready.port)[0],
-            host_id=engine.ready.host_id.hex(),
-            device=self._devices.get(welcome.name, ""),
-            can_constrain=welcome.can_constrain,
-        )
-
-
-def _add_services(
-    server: grpc.aio.Server, node: Supervisor, callers: Callers, health: NodeHealth
-) -> None:
-    node_pb2_grpc.add_NodeServicer_to_server(  # type: ignore[no-untyped-call]
-        NodeServicer(node, callers), server
-    )
-    health_pb2_grpc.add_HealthServicer_to_server(  # type: ignore[no-untyped-call]
-        health.servicer, server
-    )
+        ready, node = engine.ready, engine.command.node
+        fields = codec.same_fields(ready.welcome, Member) | {
+            "role": self._role,
+            "address": self._address,
+            "engine_address": engine_addresses_of(node, ready.port)[0],
+            "host_id": ready.host_id.hex(),
+            "device": engine.command.device,
+        }
+        return Member(**fields)
 
 
 async def _first_done(*waits: asyncio.Future[Any], timeout_s: float | None = None) -> None:
@@ -321,12 +295,9 @@ def _node_of_engine(node: NodeConfig, name: str, index: int) -> NodeConfig:
 
 
 def _listed_engine(member: Member) -> engine_pb2.ListedEngine:
-    return engine_pb2.ListedEngine(
-        incarnation=member.incarnation,
-        role=member.role.value,
-        name=member.name,
-        address=member.engine_address,
-        host_id=bytes.fromhex(member.host_id),
-        model=member.model,
-        fingerprint=member.fingerprint,
-    )
+    fields = codec.same_fields(member, engine_pb2.ListedEngine) | {
+        "role": member.role.value,
+        "address": member.engine_address,
+        "host_id": bytes.fromhex(member.host_id),
+    }
+    return engine_pb2.ListedEngine(**fields)

@@ -15,11 +15,11 @@ class EngineInput(_message.Message):
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     configure: str
-    get_ledger: int
+    get_ledger: bool
     drain: bool
     shutdown: bool
     members: Members
-    def __init__(self, configure: _Optional[str] = ..., get_ledger: _Optional[int] = ..., drain: bool = ..., shutdown: bool = ..., members: _Optional[_Union[Members, _Mapping]] = ...) -> None: ...
+    def __init__(self, configure: _Optional[str] = ..., get_ledger: bool = ..., drain: bool = ..., shutdown: bool = ..., members: _Optional[_Union[Members, _Mapping]] = ...) -> None: ...
 
 class Members(_message.Message):
     __slots__ = ("engines", "is_away")
@@ -59,9 +59,9 @@ class EngineOutput(_message.Message):
     ready: Ready
     failed: _common_pb2.Error
     heartbeat: _node_pb2.Heartbeat
-    ledger: Ledger
+    ledger: str
     cache_changes: CacheChanges
-    def __init__(self, progress: _Optional[str] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., heartbeat: _Optional[_Union[_node_pb2.Heartbeat, _Mapping]] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., cache_changes: _Optional[_Union[CacheChanges, _Mapping]] = ...) -> None: ...
+    def __init__(self, progress: _Optional[str] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., heartbeat: _Optional[_Union[_node_pb2.Heartbeat, _Mapping]] = ..., ledger: _Optional[str] = ..., cache_changes: _Optional[_Union[CacheChanges, _Mapping]] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("welcome", "port", "host_id")
@@ -82,11 +82,3 @@ class CacheChanges(_message.Message):
     stored: bytes
     in_host: bytes
     def __init__(self, removed: _Optional[bytes] = ..., stored: _Optional[bytes] = ..., in_host: _Optional[bytes] = ...) -> None: ...
-
-class Ledger(_message.Message):
-    __slots__ = ("query", "json")
-    QUERY_FIELD_NUMBER: _ClassVar[int]
-    JSON_FIELD_NUMBER: _ClassVar[int]
-    query: int
-    json: str
-    def __init__(self, query: _Optional[int] = ..., json: _Optional[str] = ...) -> None: ...

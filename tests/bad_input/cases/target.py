@@ -17,7 +17,6 @@ import resource
 import secrets
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,12 @@ from baton.cluster.secret import ClusterSecret
 from baton.core.channels.admission import GATEWAY
 from baton.core.channels.channel_listener import Admission, ChannelListener
 from baton.core.config import ClusterConfig, GatewayConfig
-from baton.core.membership import Member, Role
+from baton.core.membership import Role
 from baton.core.process.logs import set_up_logging
 from baton.gateway.http.protocol import body, connections
 from baton.gateway.process.server import serve
 from baton.gateway.request.setbacks import SessionLimits
-from baton.node.supervisor.engine_handle import EngineHandle
-from baton.node.supervisor.rpc import Callers, NodeServicer, make_server
+from baton.node.supervisor.rpc import NodeServicer, make_server
 from baton.proto.v1 import node_pb2_grpc
 
 SECRET = "test secret"
@@ -90,8 +88,8 @@ async def _run(config: dict[str, Any], redis_url: str) -> None:
         }
     )
     server, node_port = make_server(HOST, 0)
-    callers = Callers(ClusterSecret(SECRET), (f"{HOST}:{node_port}",))
-    node_pb2_grpc.add_NodeServicer_to_server(NodeServicer(_NoEngines(), callers), server)
+    servicer = NodeServicer(tuple, tuple, ClusterSecret(SECRET), (f"{HOST}:{node_port}",))
+    node_pb2_grpc.add_NodeServicer_to_server(servicer, server)
     await server.start()
     listener = ChannelListener(
         *(ENGINE, HOST, 0, lambda port: (f"{HOST}:{port}",)),
@@ -112,16 +110,6 @@ async def _run(config: dict[str, Any], redis_url: str) -> None:
     await directory.close()
     for node in (prefill, decode):
         await node.kill()
-
-
-class _NoEngines:
-    """rpc.Engines of a node whose engines are gone."""
-
-    def engines(self) -> Sequence[EngineHandle]:
-        return ()
-
-    def members(self) -> Sequence[Member]:
-        return ()
 
 
 class _Forgetful(list[Any]):

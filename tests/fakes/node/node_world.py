@@ -181,7 +181,7 @@ class Node:
         self.loop = EngineLoop(
             self.engine, role, peers, self.desk, self.cache_report, self.inbox,
             self.frames.append, pulse, numbers, self.clock, self.channels, _OPEN_GATE, orders,
-            self.members.append,
+            SimpleNamespace(list_members=self.members.append, link_over=lambda _: None),
         )  # fmt: skip
 
     def post(self, run: Callable[[], None]) -> None:
@@ -217,7 +217,7 @@ class Node:
         needed."""
         if name not in self._gateways:
             ours, self._gateways[name] = self._make_pair()
-            self.channels.add(self.link(Kind.GATEWAY, name, ours))
+            self.channels.links.add(self.link(Kind.GATEWAY, name, ours))
         self._gateways[name].send(message.SerializeToString())
 
     def lose_gateway(self, name: str = GATEWAY) -> None:
@@ -240,7 +240,7 @@ class Node:
 
     def close(self) -> None:
         """Close a node with real sockets."""
-        self.channels.close()
+        self.channels.links.close()
         for name in [*self._gateways]:
             self.lose_gateway(name)
         if isinstance(self.inbox, SocketInbox):

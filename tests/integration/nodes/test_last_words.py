@@ -41,7 +41,7 @@ class DyingEngine:
         )
         self.inbox: Inbox[Any] = Inbox()
         self.channels = EngineChannels(self.inbox, welcome)
-        self.channels.broadcast.heartbeat(node_pb2.Heartbeat())
+        self.channels.links.heartbeat(node_pb2.Heartbeat())
         admission = Admission(ClusterSecret().keys_by_id(), (GATEWAY,), lambda opening, names: None)
         self.listener = ChannelListener(
             self.incarnation, "127.0.0.1", 0, lambda port: (f"127.0.0.1:{port}",), admission
@@ -62,18 +62,18 @@ class DyingEngine:
                     case None:
                         return
                     case Link():
-                        self.channels.add(item)
+                        self.channels.links.add(item)
                     case Received(link, _):
                         num_messages[link.name] += 1
                         if num_messages[link.name] == 20:
-                            self.channels.broadcast.end(EngineFailed(REASON))
-                            self.channels.remove(link)
+                            self.channels.links.end(EngineFailed(REASON))
+                            self.channels.links.remove(link)
 
     def close(self) -> None:
         self.listener.close()
         self.inbox.put(None)
         self._thread.join()
-        self.channels.close()
+        self.channels.links.close()
         self.inbox.close()
 
 

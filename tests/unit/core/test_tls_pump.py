@@ -7,12 +7,14 @@ import select
 import socket
 import ssl
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -164,8 +166,12 @@ def fill(end: socket.socket) -> int:
 def held_by_the_pump() -> tuple[int, int]:
     """The numbers of bytes held for the pump's owner and for the far end."""
     (thread,) = engine_tls._running
-    pump = thread._target.__self__  # type: ignore[attr-defined]
-    return len(pump._to_plain), len(pump._to_secured)
+    assert thread.ident is not None
+    frame: FrameType | None = sys._current_frames()[thread.ident]
+    while frame is not None and frame.f_code is not engine_tls._pump.__code__:
+        frame = frame.f_back
+    assert frame is not None
+    return len(frame.f_locals["owner"].unsent), len(frame.f_locals["tls"].unsent)
 
 
 MOST_HELD = engine_tls._MAX_HELD_BYTES + engine_tls._CHUNK_BYTES

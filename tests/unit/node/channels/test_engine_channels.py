@@ -86,8 +86,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.inbox: Inbox[Any] = Inbox()
-        self.over: list[Link] = []
-        self.channels = EngineChannels(self.inbox, WELCOME, self.over.append)
+        self.channels = EngineChannels(self.inbox, WELCOME)
         self.heard: list[Received] = []
         self.ended: list[tuple[Link, BatonError]] = []
         self.replaced: list[Link] = []
@@ -107,14 +106,14 @@ class Engine:
         for item in self.inbox.receive(timeout_s):
             match item:
                 case Link():
-                    older = self.channels.add(item)
+                    older = self.channels.links.add(item)
                     self.replaced += [older] if older else []
                 case Received(link):
                     if not link.channel.is_closed:
                         self.heard.append(item)
                 case LinkOver(link, error):
                     if not link.channel.is_closed:
-                        self.channels.remove(link)
+                        self.channels.links.remove(link)
                         self.ended.append((link, error))
                 case _:
                     item()
@@ -123,7 +122,7 @@ class Engine:
         return [item.message for item in self.heard]
 
     def close(self) -> None:
-        self.channels.close()
+        self.channels.links.close()
         for far in self.far:
             far.raw.close()
         for item in self.inbox.receive(0):
@@ -142,12 +141,12 @@ def engine() -> Iterator[Engine]:
 def test_a_gateway_hears_welcome_then_the_last_heartbeat_then_the_rest(engine: Engine) -> None:
     _, early = engine.link(name="early")
     engine.turn()
-    engine.channels.broadcast.heartbeat(beat(1))
-    engine.channels.broadcast.heartbeat(beat(2))
+    engine.channels.links.heartbeat(beat(1))
+    engine.channels.links.heartbeat(beat(2))
     _, late = engine.link(name="late")
     engine.turn()
     engine.channels.to_gateway("late", step(0))
-    engine.channels.broadcast.heartbeat(beat(3))
+    engine.channels.links.heartbeat(beat(3))
     assert early.kinds() == ["welcome", "heartbeat", "heartbeat", "heartbeat"]
     heard = late.hear()
     assert [message.WhichOneof("body") for message in heard] == [
@@ -174,7 +173,7 @@ def test_welcome_is_first_and_heartbeats_in_order_whoever_beats_meanwhile(engine
         number = 0
         while not is_over.is_set():
             number += 1
-            engine.channels.broadcast.heartbeat(beat(number))
+            engine.channels.links.heartbeat(beat(number))
 
     thread = threading.Thread(target=go_on)
     thread.start()
@@ -186,7 +185,7 @@ def test_welcome_is_first_and_heartbeats_in_order_whoever_beats_meanwhile(engine
             assert heard[0].HasField("welcome")
             numbers = [message.heartbeat.num_steps for message in heard[1:]]
             assert numbers == sorted(numbers) and len({*numbers}) == len(numbers)
-            engine.channels.remove(link)
+            engine.channels.links.remove(link)
             engine.far.remove(far)
             far.raw.close()
     finally:
@@ -198,7 +197,7 @@ def test_welcome_is_first_and_heartbeats_in_order_whoever_beats_meanwhile(engine
 def test_peers_get_no_welcome_and_of_heartbeats_an_empty_frame(engine: Engine) -> None:
     _, far = engine.link(Kind.PULLER)
     engine.turn()
-    engine.channels.broadcast.heartbeat(beat(1))
+    engine.channels.links.heartbeat(beat(1))
     assert far.raw.recv(100) == encode_payload(b"")
     far.raw.sendall(encode_payload(b""))
     engine.turn()
@@ -251,20 +250,20 @@ def test_a_newer_link_of_a_pair_replaces_the_older_and_what_came_late(
     newer, other = engine.link(kind)
     for _ in range(3):
         engine.turn()
-    assert engine.replaced == [older] == engine.over
+    assert engine.replaced == [older]
     assert older.channel.is_closed and not newer.channel.is_closed
     assert not [item for item in engine.heard if item.link is newer]
     far.hear()
     assert far.is_over()
-    engine.channels.remove(older)  # its end is noticed late
-    assert engine.over == [older]
+    engine.channels.links.remove(older)  # its end is noticed late
+    assert not newer.channel.is_closed
     other.hear()
     if kind is Kind.GATEWAY:
         engine.channels.to_gateway("g", step(1))
     else:
         engine.channels.to_peer(kind, "g", attach())
     assert len(other.hear()) == 1
-    assert engine.channels.ledger()["links"][kind.value] == ["g"]
+    assert engine.channels.links.ledger()["links"][kind.value] == ["g"]
 
 
 def test_items_of_a_link_that_was_closed_meanwhile_are_dropped(engine: Engine) -> None:
@@ -297,7 +296,7 @@ def test_the_end_is_told_behind_what_came_before(
     assert engine.messages() == [message]
     ((ended, error),) = engine.ended
     assert ended is link and isinstance(error, NodeLost)
-    assert engine.over == [link] and link.channel.is_closed
+    assert link.channel.is_closed
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -349,7 +348,7 @@ def test_the_end_of_a_peer_does_not_end_its_next_link(engine: Engine) -> None:
     engine.turn()
     engine.channels.to_peer(Kind.PULLER, "p", Refused(HandoffFailed("of another make")))
     newer, far = engine.link(Kind.PULLER, "p")
-    engine.channels.add(newer)
+    engine.channels.links.add(newer)
     items = engine.inbox.receive(0)
     assert [item.link is newer for item in items if isinstance(item, LinkOver)] == [False]
     engine.channels.to_peer(Kind.PULLER, "p", attach())
@@ -374,11 +373,11 @@ def test_what_is_not_read_yet_is_sent_once_there_is_room(engine: Engine) -> None
     told = [step(n, size=100_000) for n in range(15)]  # more than a socket holds
     for message in told:
         engine.channels.to_gateway("g", message)
-    assert engine.channels.has_unsent
+    assert engine.channels.links.has_unsent
     welcome, *rest = read_until(engine, far, 16)
     assert welcome.HasField("welcome") and rest == told
     engine.turn()
-    assert not engine.channels.has_unsent and not engine.ended
+    assert not engine.channels.links.has_unsent and not engine.ended
     assert engine.inbox.receive(0) == [], "room to write is of no more interest"
 
 
@@ -391,7 +390,7 @@ def test_what_the_heartbeat_s_thread_left_is_sent_once_there_is_room(engine: Eng
         link.channel.send(step(0, size=100_000).SerializeToString())
     numbers = beat(1)
     numbers.waiting_by_caller.add(caller_id=7)
-    thread = threading.Thread(target=engine.channels.broadcast.heartbeat, args=(numbers,))
+    thread = threading.Thread(target=engine.channels.links.heartbeat, args=(numbers,))
     thread.start()
     thread.join()
     heard: list[Any] = []
@@ -400,7 +399,7 @@ def test_what_the_heartbeat_s_thread_left_is_sent_once_there_is_room(engine: Eng
         engine.turn(0.01)
         heard += far.hear()
     assert heard[-1].heartbeat == numbers
-    assert not engine.channels.has_unsent
+    assert not engine.channels.links.has_unsent
 
 
 def test_room_that_the_heartbeat_s_thread_used_does_not_keep_the_loop_awake(
@@ -413,7 +412,7 @@ def test_room_that_the_heartbeat_s_thread_used_does_not_keep_the_loop_awake(
         engine.channels.to_gateway("g", step(0, size=100_000))
     while link.channel.has_unsent:
         far.hear()
-        thread = threading.Thread(target=engine.channels.broadcast.heartbeat, args=(beat(1),))
+        thread = threading.Thread(target=engine.channels.links.heartbeat, args=(beat(1),))
         thread.start()
         thread.join()
     far.hear()
@@ -436,14 +435,14 @@ def test_who_does_not_read_is_cut_off_and_blocks_nobody(engine: Engine, who: str
         if who == "loop":
             engine.channels.to_gateway("deaf", step(0, size=100_000))
         else:
-            engine.channels.broadcast.heartbeat(numbers)
+            engine.channels.links.heartbeat(numbers)
             other.hear()
         engine.turn()
         if engine.ended:
             break
     ((ended, error),) = engine.ended
     assert ended is link and "does not read" in error.message
-    assert not engine.channels.has_unsent
+    assert not engine.channels.links.has_unsent
     engine.channels.to_gateway("good", step(1))
     assert other.hear()[-1] == step(1)
     engine.channels.to_gateway("deaf", step(1))  # is dropped
@@ -468,11 +467,11 @@ def test_all_gateways_are_told_why_the_process_ends(engine: Engine) -> None:
     for each in (*gateways, peer):
         each.hear()
     thread = threading.Thread(
-        target=engine.channels.broadcast.end, args=(EngineFailed("out of memory"),)
+        target=engine.channels.links.end, args=(EngineFailed("out of memory"),)
     )
     thread.start()
     thread.join()
-    engine.channels.broadcast.heartbeat(beat(1))
+    engine.channels.links.heartbeat(beat(1))
     for gateway in gateways:
         (message,) = gateway.hear()
         assert message.engine_ended.code == EngineFailed.code
@@ -489,7 +488,7 @@ def test_the_end_is_told_to_the_others_where_the_loop_closes_a_channel_just_now(
     _, far = engine.link(name="open")
     engine.turn()
     link.channel.close()
-    engine.channels.broadcast.end(EngineFailed("out of memory"))
+    engine.channels.links.end(EngineFailed("out of memory"))
     assert far.kinds() == ["welcome", "engine_ended"]
 
 
@@ -501,7 +500,7 @@ def test_links_may_end_while_another_thread_beats(engine: Engine) -> None:
     def go_on() -> None:
         try:
             while not is_over.is_set():
-                engine.channels.broadcast.heartbeat(beat(1))
+                engine.channels.links.heartbeat(beat(1))
         except BaseException as error:
             failures.append(error)
 
@@ -514,11 +513,11 @@ def test_links_may_end_while_another_thread_beats(engine: Engine) -> None:
         if number % 2:
             far.raw.close()
         if number % 5 == 0:
-            engine.channels.remove(link)
+            engine.channels.links.remove(link)
     is_over.set()
     thread.join()
     assert not failures
-    links = engine.channels.ledger()["links"]
+    links = engine.channels.links.ledger()["links"]
     assert isinstance(links, dict) and sum(map(len, links.values())) <= 14
 
 

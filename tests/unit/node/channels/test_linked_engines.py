@@ -34,7 +34,7 @@ def link(world: NodeWorld) -> None:
 
 
 def peers(node: Node) -> list[str]:
-    links = node.channels.ledger()["links"]
+    links = node.channels.links.ledger()["links"]
     assert isinstance(links, dict)
     return [*links["puller"], *links["source"]]
 

@@ -70,7 +70,7 @@ def run(node: Node) -> None:
 
 
 def gateways_of(node: Node) -> list[str]:
-    links = node.channels.ledger()["links"]
+    links = node.channels.links.ledger()["links"]
     assert isinstance(links, dict)
     return [*links["gateway"]]
 

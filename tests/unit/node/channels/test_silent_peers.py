@@ -10,7 +10,7 @@ import pytest
 
 from baton.core.channels.channel import Channel
 from baton.core.channels.frames import encode_payload
-from baton.node.channels import broadcast
+from baton.node.channels import link_table
 from baton.node.channels.engine_channels import EngineChannels
 from baton.node.channels.inbox import Inbox
 from baton.node.channels.links import Kind, Link, LinkOver
@@ -37,17 +37,17 @@ class World:
         self.clock = Clock()
         self.inbox: Inbox[Any] = Inbox()
         self.channels = EngineChannels(self.inbox, node_pb2.Welcome(), silence_s=SILENCE_S)
-        self.channels.broadcast._last_beat_s = self.clock.now_s
+        self.channels.links._last_beat_s = self.clock.now_s
         ours, self.peer = socket.socketpair()
         self.link = Link(Kind.SOURCE, "a" * 32, Channel(ours))
-        self.channels.add(self.link)
+        self.channels.links.add(self.link)
 
     def beat(self, seconds: float, interval_s: float = 0.25) -> None:
         """Let `seconds` pass, in which the engine sends heartbeats and its loop does nothing."""
         until_s = self.clock.now_s + seconds
         while self.clock.now_s < until_s:
             self.clock.now_s += interval_s
-            self.channels.broadcast.heartbeat(node_pb2.Heartbeat())
+            self.channels.links.heartbeat(node_pb2.Heartbeat())
 
     def lost(self) -> list[Link]:
         return [item.link for item in self.inbox.receive(0) if isinstance(item, LinkOver)]
@@ -56,10 +56,10 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world = World()
-    monkeypatch.setattr(broadcast, "time", world.clock)
+    monkeypatch.setattr(link_table, "time", world.clock)
     monkeypatch.setattr("baton.core.channels.channel.time", world.clock)
     yield world
-    world.channels.close()
+    world.channels.links.close()
     world.peer.close()
     world.inbox.close()
 

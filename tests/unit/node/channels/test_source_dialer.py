@@ -23,11 +23,12 @@ from baton.core.channels.handshake import Opening, key_id
 from baton.core.errors import PermissionDenied
 from baton.node.channels import source_dialer
 from baton.node.channels.links import Kind, Link
-from baton.node.channels.source_dialer import MemberList, Puller, SourceDialer
-from baton.proto.v1 import engine_pb2
+from baton.node.channels.source_dialer import SourceDialer
+from baton.proto.v1 import engine_pb2, node_pb2
 
 KEY = os.urandom(32)
 PULLER_ID = "b" * 32
+US = node_pb2.Welcome(incarnation=PULLER_ID, role="decode", model="m", fingerprint="f")
 ELSEWHERE = b"e" * 16
 
 
@@ -138,8 +139,8 @@ def play(secure: object) -> Iterator[World]:
         links.append(link)
         came.put(link)
 
-    puller = Puller(PULLER_ID, "m", "f", host_id(), KEY, secure)  # type: ignore[arg-type]
-    world = World(SourceDialer(puller, on_link), came)
+    dialer = SourceDialer(US, KEY, secure, on_link)  # type: ignore[arg-type]
+    world = World(dialer, came)
     yield world
     world.dialer.close()
     for link in links:
@@ -401,6 +402,10 @@ def test_with_tls_frames_pass(tmp_path: Path) -> None:
 # -- which engines a source finds in its list ------------------------------------------------------
 
 
+def never(link: Link) -> None:
+    raise AssertionError("nobody is dialled: the listed engines have another model")
+
+
 def members(*incarnations: str, is_away: bool = False) -> engine_pb2.Members:
     engines = [engine_pb2.ListedEngine(incarnation=i, name=f"node-{i}") for i in incarnations]
     return engine_pb2.Members(engines=engines, is_away=is_away)
@@ -408,20 +413,20 @@ def members(*incarnations: str, is_away: bool = False) -> engine_pb2.Members:
 
 def test_who_is_listed_may_come_and_others_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.node.channels.source_dialer._WAIT_S", 0.05)
-    listed = MemberList()
-    assert not listed.has("a")
+    listed = SourceDialer(US, KEY, None, never)
+    assert not listed.is_listed("a")
     listed.list_members(members("a"))
-    assert listed.has("a") and not listed.has("b")
+    assert listed.is_listed("a") and not listed.is_listed("b")
     assert (listed.name_of("a"), listed.name_of("b")) == ("node-a", "")
     listed.list_members(members("b"))
-    assert listed.has("b") and not listed.has("a")
+    assert listed.is_listed("b") and not listed.is_listed("a")
 
 
 @pytest.mark.parametrize("later", [members("a"), members(is_away=True)], ids=["listed", "away"])
 def test_who_comes_a_moment_too_early_is_waited_for(later: engine_pb2.Members) -> None:
-    listed = MemberList()
+    listed = SourceDialer(US, KEY, None, never)
     answers: list[bool] = []
-    thread = threading.Thread(target=lambda: answers.append(listed.has("a")))
+    thread = threading.Thread(target=lambda: answers.append(listed.is_listed("a")))
     thread.start()
     listed.list_members(members("b"))
     listed.list_members(later)
@@ -431,8 +436,8 @@ def test_who_comes_a_moment_too_early_is_waited_for(later: engine_pb2.Members) -
 
 def test_without_a_directory_everybody_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.node.channels.source_dialer._WAIT_S", 0.05)
-    listed = MemberList()
+    listed = SourceDialer(US, KEY, None, never)
     listed.list_members(members("a", is_away=True))
-    assert listed.has("b")
+    assert listed.is_listed("b")
     listed.list_members(members("a"))
-    assert not listed.has("b")
+    assert not listed.is_listed("b")

@@ -18,10 +18,10 @@ import pytest
 from baton.cli.host.certs import make_certificates
 from baton.core.channels import engine_tls
 from baton.core.channels.addresses import host_id
-from baton.core.channels.admission import GATEWAY, PULLER, dial
+from baton.core.channels.admission import GATEWAY, PULLER, dial, read_frame
 from baton.core.channels.channel import Channel
 from baton.core.channels.engine_tls import EngineTls
-from baton.core.channels.frames import FrameBuffer
+from baton.core.channels.frames import MAX_FRAME_BYTES
 from baton.core.channels.handshake import key_id
 from baton.core.config import NodeConfig
 from baton.core.errors import EngineFailed, PermissionDenied
@@ -63,17 +63,17 @@ class Engine:
 
     def list(self, *incarnations: str) -> None:
         engines = [engine_pb2.ListedEngine(incarnation=each) for each in incarnations]
-        self.links.list_members(engine_pb2.Members(engines=engines))
+        self.links.dialer.list_members(engine_pb2.Members(engines=engines))
 
     def add_next(self) -> Link:
         until_s = time.monotonic() + 5
         while time.monotonic() < until_s:
             for item in self.inbox.receive(1.0):
                 if isinstance(item, Link):
-                    self.links.channels.add(item)
+                    self.links.channels.links.add(item)
                     return item
                 if isinstance(item, LinkOver):
-                    self.links.channels.remove(item.link)
+                    self.links.channels.links.remove(item.link)
         raise AssertionError("nobody comes")
 
     def close(self) -> None:
@@ -90,11 +90,11 @@ def source() -> Iterator[Engine]:
 
 def hear(end: socket.socket) -> list[node_pb2.NodeMessage]:
     """All messages until the connection ends."""
-    frames, messages = FrameBuffer(), []
-    end.settimeout(5.0)
+    messages, until_s = [], time.monotonic() + 5.0
     with suppress(ConnectionError):
-        while frames.wait_for_more(end):
-            messages += map(node_pb2.NodeMessage.FromString, frames.take())
+        while True:
+            payload = read_frame(end, until_s, MAX_FRAME_BYTES)
+            messages.append(node_pb2.NodeMessage.FromString(payload))
     return messages
 
 
@@ -132,7 +132,7 @@ def test_an_engine_dials_who_is_listed(source: Engine, role: str) -> None:
         host_id=host_id(),
         model="m",
     )
-    puller.links.list_members(engine_pb2.Members(engines=[listed]))
+    puller.links.dialer.list_members(engine_pb2.Members(engines=[listed]))
     there, here = source.add_next(), puller.add_next()
     assert (there.kind, there.name) == (Kind.PULLER, puller.welcome.incarnation)
     assert (here.kind, here.name) == (Kind.SOURCE, source.welcome.incarnation)
@@ -205,7 +205,7 @@ def test_last_words_pass_through_tls_before_the_process_ends(
     for _ in range(20):
         secured.links.channels.to_gateway(name, step)
     thread.start()
-    while secured.links.channels.has_unsent:
+    while secured.links.channels.links.has_unsent:
         for item in secured.inbox.receive(0.1):
             raise AssertionError(item)
     if is_closed:

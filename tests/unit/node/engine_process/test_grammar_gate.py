@@ -82,7 +82,7 @@ class World:
         self.inbox = FakeInbox()
         self.gate = self.make_gate()
         pulse = SimpleNamespace(turn_started=lambda: None, turn_ended=lambda: None)
-        numbers = SimpleNamespace(recount=lambda: 0.0)
+        numbers = SimpleNamespace(recount=lambda: 0.0, has_changed=False)
         self.channels = EngineChannels(self.inbox, node_pb2.Welcome())  # type: ignore[arg-type]
         self.links: dict[str, Link] = {}
         report: Any = SimpleNamespace(flush=lambda: None)
@@ -91,7 +91,7 @@ class World:
         self.loop = EngineLoop(
             engine, self.role, peers, self.desk, report, self.inbox,  # type: ignore[arg-type]
             lambda frame: None, pulse, numbers, FakeClock(), self.channels, self.gate, engine,  # type: ignore[arg-type]
-            lambda members: None,
+            SimpleNamespace(link_over=lambda link: None),
         )  # fmt: skip
 
     def _to_gateway(self, _: str, message: node_pb2.NodeMessage) -> None:
@@ -123,7 +123,7 @@ class World:
         if gateway not in self.links:
             channel: Any = played_pair()[0]
             self.links[gateway] = Link(Kind.GATEWAY, gateway, channel)
-            self.channels.add(self.links[gateway])
+            self.channels.links.add(self.links[gateway])
         return self.links[gateway]
 
     def turn(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The small parts of a node: request book, its outputs, back-off, pulse, placement, policy."""
+"""The small parts of a node: request book, its outputs, pulse, placement, policy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from baton.node.engine_process.cache_report import CacheReport
 from baton.node.engine_process.heartbeat import STALL_S, HeartbeatSender
 from baton.node.engine_process.startup_messages import describe_pool
 from baton.node.requests.request_io import Entry, RequestIO
-from baton.node.supervisor.engine_handle import Backoff
 from baton.node.supervisor.placement import engine_configs
 from baton.prefill_node import engine_main as prefill_main
 from baton.proto.v1 import engine_pb2, node_pb2
@@ -182,13 +181,6 @@ def test_plain_tokens_are_put_into_columns() -> None:
 def test_columns_that_do_not_match_are_refused() -> None:
     with pytest.raises(EngineFailed):
         tokens_from_wire(node_pb2.PlainTokens(request_ids=["a", "b"], attempts=[0, 0]))
-
-
-def test_backoff_doubles_to_a_minute_and_forgets_after_one() -> None:
-    backoff = Backoff()
-    delays = [backoff.after(lived_s=1.0) for _ in range(9)]
-    assert delays == [0.5, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert backoff.after(lived_s=61.0) == 0.5
 
 
 def test_pulse_stops_only_for_a_turn_that_does_not_end() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fakes.clock import FakeClock
 
+from baton.core.config import NodeConfig
 from baton.core.errors import StartupFailed
 from baton.core.process.children import bound_to_us
 from baton.node.supervisor import engine_handle
@@ -22,7 +23,7 @@ from baton.node.supervisor.engine_handle import (
     start_engine,
 )
 
-COMMAND = EngineCommand("baton.none", "{}", {}, heartbeat_s=0.25)
+COMMAND = EngineCommand("baton.none", "{}", {}, NodeConfig())
 
 
 class FakeEngine:
@@ -60,7 +61,8 @@ class World:
         self.num_cut_off = 0  # starts that were cancelled
         self.num_left = 0
         monkeypatch.setattr(engine_handle, "start_engine", self._start)
-        self.slot = EngineSlot(COMMAND, self.said.append, lambda: None, self._presence, FakeClock())
+        self.clock = FakeClock()
+        self.slot = EngineSlot(COMMAND, self.said.append, lambda: None, self._presence, self.clock)
 
     async def _start(self, *_: Any) -> Any:
         try:
@@ -100,6 +102,25 @@ async def turns() -> None:
 async def end_of(running: asyncio.Task[None]) -> None:
     done, _ = await asyncio.wait({running}, timeout=0.2)
     assert done, "the slot goes on"
+
+
+async def test_the_delay_doubles_up_to_a_limit_and_begins_anew_after_a_minute_of_health(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_handle, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(engine_handle, "LONGEST_DELAY_S", 0.006)
+    running = await world.begin()
+    for number, lived_s in enumerate((1.0, 1.0, 59.0, 1.0, 1.0, 60.0, 1.0)):
+        while len(world.engines) <= number:
+            await asyncio.wait({running}, timeout=0.001)
+        world.clock.advance(lived_s)
+        world.engines[number].over.set()
+        await turns()
+    delays = [line for line in world.said if line.startswith("starting the engine again in")]
+    in_ms = [round(1000 * float(line.split()[-2])) for line in delays]
+    assert in_ms == [1, 2, 4, 6, 6, 1, 2]
+    world.slot.drain(running)
+    await asyncio.wait({running})
 
 
 async def test_an_engine_that_drains_is_not_replaced(world: World) -> None:

@@ -19,16 +19,18 @@ from baton.cluster.known_nodes import ACCEPTED, ANY_ENGINE, LEDGERS, MEMBERS
 from baton.cluster.secret import ClusterSecret, handshake_key
 from baton.core.channels.frames import encode_payload, read_frame
 from baton.core.channels.handshake import Dialer
+from baton.core.config import NodeConfig
 from baton.core.errors import NodeLost, Unauthenticated
 from baton.core.membership import Member, Role
 from baton.node.supervisor import rpc
-from baton.node.supervisor.engine_handle import HEARTBEATS_MISSED, EngineHandle
-from baton.node.supervisor.rpc import Callers, NodeServicer
+from baton.node.supervisor.engine_handle import HEARTBEATS_MISSED, EngineCommand, EngineHandle
+from baton.node.supervisor.rpc import NodeServicer
 from baton.proto.v1 import common_pb2, engine_pb2, node_pb2
 
 ENGINE, CALLER = "a" * 32, "b" * 32
 ADDRESS = "127.0.0.1:5000"
 HEARTBEAT_S = 0.25
+COMMAND = EngineCommand("baton.none", "{}", {}, NodeConfig(heartbeat_s=HEARTBEAT_S))
 MEMBER = Member(
     ENGINE, Role.DECODE, "d", ADDRESS, "m", "f", 512, 16, 66,
     engine_address="127.0.0.1:5001", host_id="c" * 32,
@@ -67,8 +69,7 @@ class Node:
         self.engine = engine
         self.clock = clock
         self.over = asyncio.Event()
-        self.callers = Callers(ClusterSecret(), (ADDRESS,))
-        self.servicer = NodeServicer(self, self.callers)
+        self.servicer = NodeServicer(self.engines, self.members, ClusterSecret(), (ADDRESS,))
 
     def engines(self) -> Sequence[EngineHandle]:
         return [self.handle]
@@ -84,7 +85,7 @@ async def node() -> AsyncIterator[Node]:
     ready = engine_pb2.Ready(welcome=node_pb2.Welcome(incarnation=ENGINE), port=5001)
     process: Any = FakeProcess()
     clock = FakeClock()
-    handle = EngineHandle(process, reader, writer, ready, HEARTBEAT_S, clock)
+    handle = EngineHandle(process, reader, writer, ready, COMMAND, clock)
     engine = FakeEngine(*await asyncio.open_connection(sock=theirs))
     node = Node(handle, engine, clock)
     running = asyncio.create_task(handle.run(node.over.set))
@@ -147,8 +148,8 @@ async def nothing() -> AsyncIterator[Any]:
 async def until(node: Node) -> None:
     """Wait until everything that the engine has sent so far is routed."""
     asking = asyncio.create_task(node.handle.ledger())
-    query = (await node.engine.next()).get_ledger
-    node.engine.say(ledger=engine_pb2.Ledger(query=query, json="{}"))
+    assert (await node.engine.next()).get_ledger
+    node.engine.say(ledger="{}")
     assert await asking == "{}"
 
 
@@ -158,7 +159,6 @@ async def test_an_engine_is_ready_while_its_heart_beats(node: Node) -> None:
         assert node.handle.is_progressing
         node.engine.say(heartbeat=node_pb2.Heartbeat(num_steps=7))
         await until(node)
-    assert node.handle.heartbeat == node_pb2.Heartbeat(num_steps=7)
     node.clock.advance(HEARTBEAT_S * HEARTBEATS_MISSED)
     assert not node.handle.is_progressing and not node.handle.is_over
     assert node.handle.silent_s == HEARTBEAT_S * HEARTBEATS_MISSED
@@ -176,7 +176,7 @@ async def test_what_the_engine_says_of_its_end_is_why_it_ended() -> None:
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=ours)
     process: Any = FakeProcess()
-    handle = EngineHandle(process, reader, writer, engine_pb2.Ready(), 0.25, FakeClock())
+    handle = EngineHandle(process, reader, writer, engine_pb2.Ready(), COMMAND, FakeClock())
     engine = FakeEngine(*await asyncio.open_connection(sock=theirs))
     engine.say(failed=common_pb2.Error(code="engine_failed", message="out of memory"))
     engine.end()
@@ -203,9 +203,9 @@ async def test_orders_to_an_engine_that_is_gone_go_nowhere(node: Node) -> None:
 async def test_an_answer_behind_the_end_of_its_question_ends_nothing(node: Node) -> None:
     """A reply to a cancelled call is ignored: the call may be cancelled while its reply is read."""
     asking = asyncio.create_task(node.handle.ledger())
-    query = (await node.engine.next()).get_ledger
+    assert (await node.engine.next()).get_ledger
     asking.cancel()
-    node.handle._route(engine_pb2.EngineOutput(ledger=engine_pb2.Ledger(query=query, json="{}")))
+    node.handle._route(engine_pb2.EngineOutput(ledger="{}"))
     with pytest.raises(asyncio.CancelledError):
         await asking
 
@@ -216,8 +216,8 @@ async def test_an_answer_behind_the_end_of_its_question_ends_nothing(node: Node)
 async def test_who_proves_the_key_gets_the_engines_ledgers(node: Node) -> None:
     context: Any = FakeContext()
     call = asyncio.create_task(node.servicer.GetLedgers(calling(context), context))
-    query = (await node.engine.next()).get_ledger
-    node.engine.say(ledger=engine_pb2.Ledger(query=query, json='{"requests": {}}'))
+    assert (await node.engine.next()).get_ledger
+    node.engine.say(ledger='{"requests": {}}')
     await asyncio.wait_for(call, 1.0)
     assert context.written.get_nowait().ledgers == ['{"requests": {}}']
     assert context.status is None
@@ -286,4 +286,4 @@ async def test_callers_that_prove_nothing_are_few_and_short(
     statuses = [context.status for context in contexts]
     assert statuses.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 1
     assert statuses.count(grpc.StatusCode.UNAUTHENTICATED) == rpc.MAX_PENDING
-    assert node.callers.num_pending == 0
+    assert node.servicer.num_pending == 0
