@@ -12,7 +12,6 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 WITH_SERVICES = {"inference", "node"}
-_EXPERIMENTAL = "\n\n # This class is part of an EXPERIMENTAL API."  # calls without a channel
 
 
 def generate(out: Path) -> None:
@@ -30,7 +29,7 @@ def generate(out: Path) -> None:
             name = stub.stem.removesuffix("_grpc").removesuffix("_pb2")
             if stub.stem.endswith("_grpc") and name not in WITH_SERVICES:
                 continue
-            (out / stub.name).write_text(stub.read_text().partition(_EXPERIMENTAL)[0])
+            (out / stub.name).write_text(stub.read_text())
 
 
 if __name__ == "__main__":

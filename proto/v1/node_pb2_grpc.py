@@ -83,3 +83,62 @@ def add_NodeServicer_to_server(servicer, server):
             'baton.v1.Node', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
     server.add_registered_method_handlers('baton.v1.Node', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Node(object):
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def GetLedgers(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/baton.v1.Node/GetLedgers',
+            baton_dot_proto_dot_v1_dot_node__pb2.GetLedgersRequest.SerializeToString,
+            baton_dot_proto_dot_v1_dot_node__pb2.GetLedgersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMembers(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/baton.v1.Node/GetMembers',
+            baton_dot_proto_dot_v1_dot_node__pb2.GetMembersRequest.SerializeToString,
+            baton_dot_proto_dot_v1_dot_node__pb2.GetMembersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
