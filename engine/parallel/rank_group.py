@@ -294,7 +294,8 @@ class RankGroup:
         for rank, heard_s in self._heard.items():
             if now_s - heard_s > _SILENT_S:
                 self._lose(HostLost(f"{self._name(rank)} has sent nothing for {_SILENT_S} s"))
-        if any(now_s - since_s > self._timeout_s for _, since_s, _ in standing):
+        limit_s = self._timeout_s + BEAT_S  # a count may be that old
+        if any(now_s - since_s > limit_s for _, since_s, _ in standing):
             _, since_s, rank = min(standing)
             self._lose(EngineFailed(f"rank {rank} has not answered for {now_s - since_s:.1f} s"))
 
