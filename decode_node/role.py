@@ -58,11 +58,16 @@ class DecodeRole(EngineRole):
         self._peers.feed_puller(intended)
 
     def _cancel_handoff(self, intent: Handoff, error: BatonError) -> None:
-        key = intent.samples[0].key
-        del self._handoffs[key]
-        # Blocks that it has are kept until DropReservation: the last copy into them has ended.
-        self._engine.abort(key)
+        self._drop_intent(intent)
         self._peers.feed_puller(IntentCancelled(intent.ticket.transfer_id))
+
+    def _drop_intent(self, intent: Handoff) -> None:
+        """Stop waiting for blocks. Reserved ones are kept until DropReservation: the last copy into
+        them has ended."""
+        del self._handoffs[intent.samples[0].key]
+        if intent.reserved_s is None:
+            for sample in intent.samples:
+                self._engine.abort(sample.key)
 
     # -- hand-offs -----------------------------------------------------------------------------
 
@@ -70,8 +75,8 @@ class DecodeRole(EngineRole):
         """End the requests of a failed transfer. A cancelled one is not counted as failed."""
         if not isinstance(failed.error, Cancelled):
             self.counts.failed_transfers[failed.error.code] += 1
-        if intent := self._handoffs.pop(failed.key, None):
-            self._engine.abort(failed.key)
+        if intent := self._handoffs.get(failed.key):
+            self._drop_intent(intent)
             for sample in intent.samples:
                 self._requests.end(sample.key, failed.error)
 

@@ -20,7 +20,7 @@ from baton.core.errors import EngineFailed
 from baton.core.request.request import FinishReason, Request, Ticket
 from baton.engine.kv.block_pool import BlockRefs
 from baton.kv_transfer.protocol.events import PeerMessage
-from baton.kv_transfer.protocol.messages import Manifest, Message, Release, Revoked
+from baton.kv_transfer.protocol.messages import Manifest, Message, Refused, Release, Revoked
 from baton.node.channels.links import Kind
 from baton.proto.v1 import node_pb2
 
@@ -345,19 +345,24 @@ def test_requests_wait_for_memory_in_order_of_arrival() -> None:
     assert_clean(world)
 
 
-def test_what_a_deadline_frees_is_given_to_the_next_at_once() -> None:
-    """Blocks freed by a deadline are given to the next request in the same turn: nothing else would
-    wake the loop, as the engine has no work and no message arrives."""
-    world = linked_world(decode_blocks=2 + 9)
-    stuck, waiting = request(1, 19), request(2, 19)
+def lose_last_manifest(world: NodeWorld, stuck: Request) -> None:
+    """Let the request keep its reserved blocks, since its last manifest never arrives."""
     to_peer = world.prefill.channels.to_peer
 
-    def lose_last(kind: Kind, incarnation: str, message: Message) -> None:
+    def lose_last(kind: Kind, incarnation: str, message: Message | Refused) -> None:
         is_last = isinstance(message, Manifest) and message.state is not None
         if not (is_last and message.transfer_id == stuck.request_id):
             to_peer(kind, incarnation, message)
 
     world.prefill.channels.to_peer = lose_last  # type: ignore[method-assign]
+
+
+def test_what_a_deadline_frees_is_given_to_the_next_at_once() -> None:
+    """Blocks freed by a deadline are given to the next request in the same turn: nothing else would
+    wake the loop, as the engine has no work and no message arrives."""
+    world = linked_world(decode_blocks=2 + 9)
+    stuck, waiting = request(1, 19), request(2, 19)
+    lose_last_manifest(world, stuck)
     world.hand_off(stuck, deadline_s=5.0)
     world.hand_off(waiting)
     world.settle()
@@ -610,6 +615,30 @@ def test_cancelled_samples_leave_the_others_at_any_moment(moment: int, cancelled
     for index, sample in enumerate(group):
         if index not in cancelled:
             assert world.tokens(sample) == reference_of(sample)
+    assert_clean(world)
+
+
+@pytest.mark.parametrize("moment", range(NUM_MOMENTS))
+@pytest.mark.parametrize("waits", [False, True], ids=["blocks are free", "it waits for blocks"])
+def test_a_cancelled_beam_search_frees_everything_at_any_moment(moment: int, waits: bool) -> None:
+    """A cancelled search leaves no request behind, and keeps blocks that a copy still writes to."""
+    world = linked_world(decode_blocks=2 + 9)
+    if waits:
+        lose_last_manifest(world, stuck := request(2, 19))
+        world.hand_off(stuck)
+        world.settle()
+    one = samples(1, 19, 2)
+    search = {"temperature": 0.0, "seed": 0, "use_beam_search": True, "best_of": 4}
+    one = dataclasses.replace(one, sampling=dataclasses.replace(one.sampling, **search))
+
+    def cancel() -> None:
+        for each in (one, *one.forks):
+            world.cancel(each)
+
+    interrupt(world, one, moment, cancel)
+    if waits:
+        world.cancel(stuck)
+        world.settle()
     assert_clean(world)
 
 
