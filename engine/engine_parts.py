@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ..constraints.grammars import Grammars
-from ..core.ports import Clock, SystemClock
+from ..core.ports import Clock
 from .block_room import BlockRoom
 from .execution.constraints import Constraints
 from .execution.runner_protocols import Runner
@@ -75,7 +75,7 @@ def make_parts(
     """Without `grammars` the engine rejects constraints, without `adapters` LoRA adapters. The
     prefix cache extends to host memory by `host_copier`, and from there to `disk`; `proposer`
     drafts for speculation."""
-    clock = clock or SystemClock()
+    clock = clock or Clock()
     costs = StepCostEstimator(limits.graph_prompt_tokens)
     pool, size = BlockPool(limits.num_blocks, generations), limits.block_size
     has_host = host_copier is not None and enable_prefix_caching

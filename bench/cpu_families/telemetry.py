@@ -12,7 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 
-from baton.core.ports import SystemClock
+from baton.core.ports import Clock
 from baton.core.request.request import FinishReason
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.timeline import Event, Stamp
@@ -42,7 +42,7 @@ _GAP_S = 0.14
 _KEY = RowKey("0" * 32, 1, 1)
 
 
-class _Clock(SystemClock):
+class _Clock(Clock):
     """Advances by one token gap per step, so that minutes of traffic need no real time.
 
     The gaps are long: all repeats together fill the window.

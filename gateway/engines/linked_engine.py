@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ...core.membership import Member, Role
-from ...core.ports import Clock, SystemClock
+from ...core.ports import Clock
 from ...core.request.request import PrefixSource, Request, Ticket
 from ...core.request.token_ids import salted
 from ..request.engine_link import EngineOutput, PlainToken, Route
@@ -35,7 +35,7 @@ class LinkedEngine:
     member: Member
     outbox: EngineConnection
     load: ReportedLoad
-    clock: Clock = field(default_factory=SystemClock)
+    clock: Clock = field(default_factory=Clock)
     max_num_seqs: int = 0
     block_bytes: int = 0
     own_target_s: float = 0.0

@@ -24,7 +24,7 @@ from ...cluster.tls import watch_ends
 from ...core.config import ClusterConfig, GatewayConfig
 from ...core.errors import StartupFailed, Unavailable
 from ...core.membership import Role
-from ...core.ports import SystemClock, SystemEntropy
+from ...core.ports import Clock, Entropy
 from ...core.process import descriptors
 from ...core.process.collector import settle
 from ...core.process.event_loop import StopSignals, keep_running, show_turns
@@ -76,7 +76,7 @@ class Gateway:
         session_limits: SessionLimits | None = None,
     ) -> None:
         """`session_limits` None: from `config`. Raises StartupFailed."""
-        clock = SystemClock()
+        clock = Clock()
         security = Security.of(config, cluster, clock)
         self._config = config
         self._model = ServedModel.load(config)
@@ -107,7 +107,7 @@ class Gateway:
             security.cluster_tls,
         )
         self._leader = None
-        name = SystemEntropy().new_id()
+        name = Entropy().new_id()
         if config.move_promises:
             lease = RedisLease(redis, "promises", name, LEASE_S, clock)
             decider = PromiseDecider(self._table, clock, config.slo_ttft_s, queue.num_tokens)
@@ -134,7 +134,7 @@ class Gateway:
             self._table,
             security.tenancy,
             clock,
-            SystemEntropy(),
+            Entropy(),
             session_limits or _session_limits(config),
             config.max_request_s,
             self._telemetry.feed,

@@ -31,7 +31,7 @@ from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
 from ...core.membership import Directory, Member, Role
 from ...core.model_dir import resolve_model_dir
-from ...core.ports import SystemClock
+from ...core.ports import Clock
 from ...core.process import descriptors
 from ...core.process.event_loop import StopSignals, keep_running, show_turns
 from ...core.process.logs import print_line, set_up_logging
@@ -74,7 +74,7 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
         sought,
         partial(ask_members, secret, tls),
         secret,
-        SystemClock(),
+        Clock(),
     )
     supervisor = Supervisor(role, engine, node, secret, directory, RedisIndexLink(redis), tls)
     try:
@@ -164,7 +164,7 @@ class Supervisor:
             report=lambda line: print_line(line if index is None else f"[{index}] {line}"),
             on_change=self._health.changed.set,
             presence=self._presence,
-            clock=SystemClock(),
+            clock=Clock(),
         )
 
     async def _pass_members_on(self) -> None:
@@ -263,7 +263,7 @@ class Supervisor:
     @asynccontextmanager
     async def _presence(self, engine: EngineHandle) -> AsyncIterator[None]:
         """While it is alive, an engine is in the directory, and its cache in the prefix index."""
-        publisher = Publisher(engine.cache_journal, self._index, SystemClock())
+        publisher = Publisher(engine.cache_journal, self._index, Clock())
         publishing = asyncio.create_task(keep_running("the prefix index", publisher.run))
         engine.send(engine_pb2.EngineInput(members=self._members))
         await self._directory.announce(self._member(engine), ENTRY_TTL_S)

@@ -20,6 +20,7 @@ from aiohttp import web
 
 from baton.core.errors import BatonError, EngineFailed, RateLimited
 from baton.core.membership import Member, Role
+from baton.core.ports import Clock
 from baton.core.request.request import FinishReason
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.timeline import Event, Stamp
@@ -53,7 +54,7 @@ def running_s() -> float:
     return time.monotonic() + 10_000
 
 
-class TravelClock:
+class TravelClock(Clock):
     """Real time, unless `at_s` is set."""
 
     def __init__(self) -> None:
