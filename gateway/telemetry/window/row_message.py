@@ -102,7 +102,7 @@ def pack_row(key: RowKey, unix_s: float, row: Tally) -> bytes:
             unix_s=unix_s,
             counts=row.counts,
             histograms={
-                name: (histogram.total, dict(histogram.in_order()))
+                name: (histogram.total, histogram.counts)
                 for name, histogram in row.histograms.items()
             },
             num_judged=row.judged.number,

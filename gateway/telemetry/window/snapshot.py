@@ -192,7 +192,7 @@ def _heatmaps(times: list[float], rows: list[Tally]) -> dict[str, Any]:
         found[name] = []
         for t_unix_s, row in zip(times, rows, strict=True):
             by_row: Counter[int] = Counter()
-            for bucket, count in row.histogram(LATENCIES[name]).in_order():
+            for bucket, count in row.histogram(LATENCIES[name]).counts.items():
                 by_row[_row_of(bucket)] += count
             if by_row:
                 cells = [value for cell in sorted(by_row.items()) for value in cell]

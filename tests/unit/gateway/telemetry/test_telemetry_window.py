@@ -58,26 +58,6 @@ def test_percentiles_are_nearest_ranks_within_one_percent(samples: list[float], 
     assert MAX_ERROR < 0.01
 
 
-@given(st.lists(st.floats(0, 80_000), max_size=60), st.lists(st.floats(0, 80_000), max_size=9))
-def test_a_packed_histogram_is_the_same(samples: list[float], more: list[float]) -> None:
-    plain, packed = Histogram(), Histogram()
-    for histogram in (plain, packed):
-        for sample in samples:
-            histogram.observe(sample)
-    packed.pack()
-    assert packed.percentiles(1, 50, 99) == plain.percentiles(1, 50, 99)
-    assert dict(packed.in_order()) == plain.counts
-    for sample in more:
-        for histogram in (plain, packed):
-            histogram.observe(sample)
-    assert packed == plain or not more
-    rest, number = Histogram(), sum(plain.counts.values())
-    rest.add(packed.counts, packed.total)
-    packed.pack()
-    rest.subtract(packed)
-    assert not rest.counts and number == packed.num_samples
-
-
 @given(st.lists(st.lists(st.floats(0, 100), max_size=8), min_size=1, max_size=8))
 def test_what_is_subtracted_was_never_there(seconds: list[list[float]]) -> None:
     total, rest = Histogram(), Histogram()
