@@ -21,14 +21,19 @@ _NODE = (EngineConfig, NodeConfig, ClusterConfig)
 
 
 def run_reporting(start: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Run a process's main coroutine; a BatonError becomes one or two lines and exit code 1.
+    """`reporting` of a process's main coroutine.
 
     `start` does its imports before the event loop exists: Ctrl-C during long imports then ends the
     process, instead of a half-built server.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else grpc logs every fork and GOAWAY
+    return reporting(lambda: event_loop.run(start))
+
+
+def reporting(run: Callable[[], int]) -> int:
+    """Run a command; a BatonError becomes one or two lines and exit code 1."""
     try:
-        return event_loop.run(start)
+        return run()
     except BatonError as error:
         report_failure(error)
         return 1
@@ -36,17 +41,6 @@ def run_reporting(start: Callable[[], Coroutine[Any, Any, int]]) -> int:
         return 130
     except asyncio.CancelledError:
         return 143  # by SIGTERM
-
-
-def reporting(run: Callable[[], int]) -> int:
-    """Run a command that needs no event loop; a StartupFailed is reported in the same way."""
-    try:
-        return run()
-    except StartupFailed as error:
-        report_failure(error)
-        return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def report_failure(error: BatonError) -> None:
