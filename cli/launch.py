@@ -31,23 +31,18 @@ def run_reporting(start: Callable[[], Coroutine[Any, Any, int]]) -> int:
 
 
 def reporting(run: Callable[[], int]) -> int:
-    """Run a command; a BatonError becomes one or two lines and exit code 1."""
+    """Run a command; a BatonError becomes its cause, what to do about it, and exit code 1."""
     try:
         return run()
     except BatonError as error:
-        report_failure(error)
+        print(f"error: {error.message}", file=sys.stderr)
+        if isinstance(error, StartupFailed) and error.hint:
+            print(f"  try: {error.hint}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     except asyncio.CancelledError:
         return 143  # by SIGTERM
-
-
-def report_failure(error: BatonError) -> None:
-    """Print the cause, and what to do about it."""
-    print(f"error: {error.message}", file=sys.stderr)
-    if isinstance(error, StartupFailed) and error.hint:
-        print(f"  try: {error.hint}", file=sys.stderr)
 
 
 def node_parser(role: Role) -> argparse.ArgumentParser:

@@ -196,10 +196,10 @@ def environment_without(configs: Iterable[Any]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in names}
 
 
-def to_environment(config: Any) -> dict[str, str]:
-    """The SECRET_FIELDS as environment variables."""
-    names = SECRET_FIELDS & {field.name for field in dataclasses.fields(config)}
-    values = {name: getattr(config, name) for name in sorted(names)}
+def to_environment(configs: Iterable[Any]) -> dict[str, str]:
+    """The SECRET_FIELDS of these configs as environment variables."""
+    fields = ((config, field.name) for config in configs for field in dataclasses.fields(config))
+    values = {name: getattr(config, name) for config, name in fields if name in SECRET_FIELDS}
     return {f"BATON_{name.upper()}": value for name, value in values.items() if value is not None}
 
 

@@ -84,7 +84,7 @@ async def _running(
     with shared_ports(config) as configs:
         try:
             for name, each in configs.items():
-                await group.launch(name, (each,), cluster)
+                await group.launch(name, each, cluster)
             await group.until_ready()
             yield
         finally:

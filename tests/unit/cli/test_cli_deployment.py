@@ -28,9 +28,8 @@ from baton.node.engine_process.startup_messages import describe_pool
 def child(name: str, *lines: str, addresses: tuple[str, ...] = (), config: Any = None) -> Child:
     """A child process that has ended with code 1."""
     nothing = cast(Any, None)
-    found = Child(
-        name, (config,), ClusterConfig(), cast(Any, SimpleNamespace(returncode=1)), nothing, nothing
-    )
+    process = cast(Any, SimpleNamespace(returncode=1))
+    found = Child(name, (config,), process, nothing, nothing)
     found.last_lines, found.addresses = list(lines), list(addresses)
     return found
 

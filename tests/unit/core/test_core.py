@@ -125,12 +125,12 @@ def test_secrets_go_by_the_environment_and_come_back(monkeypatch: pytest.MonkeyP
     config = ClusterConfig(redis_url="redis://:password@h:1/0", cluster_secret="s", cluster="c")
     argv = flags.to_argv(config, leave_out=flags.SECRET_FIELDS)
     assert argv == ["--cluster", "c"]
-    for name, value in flags.to_environment(config).items():
+    for name, value in flags.to_environment([config]).items():
         monkeypatch.setenv(name, value)
     parser = argparse.ArgumentParser()
     flags.add_flags(parser, ClusterConfig)
     assert flags.parse(ClusterConfig, parser.parse_args(argv)) == config
-    assert flags.to_environment(EngineConfig()) == {}
+    assert flags.to_environment([EngineConfig()]) == {}
 
 
 def test_a_child_s_flags_are_not_changed_by_the_environment(
