@@ -93,10 +93,6 @@ class SnapshotFeed:
         self._ticked.set()
         self._ticked = asyncio.Event()
 
-    def whole(self, view: View) -> bytes:
-        """Everything of the window, at most a second old."""
-        return self._make(view, is_whole=True)
-
     async def follow(self, view: View) -> AsyncIterator[Update]:
         """A whole snapshot, then an update per tick, or a whole one again after a missed tick."""
         sent: int | None = None
@@ -104,11 +100,12 @@ class SnapshotFeed:
             is_whole = sent != self._number - 1
             kind = "snapshot" if is_whole else "update"
             sent, ticked = self._number, self._ticked
-            yield Update(sent, kind, self._make(view, is_whole=is_whole))
+            yield Update(sent, kind, self.data(view, is_whole=is_whole))
             if sent == self._number:
                 await ticked.wait()
 
-    def _make(self, view: View, *, is_whole: bool) -> bytes:
+    def data(self, view: View, *, is_whole: bool) -> bytes:
+        """Everything of the window, at most a second old, or what came since the last tick."""
         made = self._made.get((view, is_whole))
         if made is None:
             made = json.dumps(self._snapshot(view, is_whole), separators=(",", ":")).encode()
@@ -128,7 +125,7 @@ class SnapshotFeed:
         snapshot["series"] = {name: _drawn(column) for name, column in series.items()}
         snapshot["recent"] = snapshot["recent"][:MAX_RECENT]
         snapshot |= {"gateway": self._about(), "engines": self._roster.rows()}
-        snapshot |= {"plans": self._roster.plans(), "scope": self._scope()}
+        snapshot |= {"plans": self._roster.plans.rows(), "scope": self._scope()}
         if is_whole:
             snapshot["definitions"] = definitions()
         compact: dict[str, Any] = _compact(snapshot)
@@ -236,21 +233,22 @@ class EngineRoster:
             └──────link up── unlinked ──out of the directory──► gone
     An engine that is gone stays listed until one of its name is back, or for an hour: a page must
     not lose an engine silently. `_members`: every engine that is in the directory or linked;
-    `_is_starting`: whether an engine has sent its Welcome, but no heartbeat yet.
+    `_is_starting`: whether an engine has sent its Welcome, but no heartbeat yet. `plans`: those
+    chosen lately.
     """
 
     _table: EngineTable
     _members: Callable[[], Sequence[Member]]
     _is_starting: Callable[[str], bool]
     _seen: dict[str, _Seen] = field(default_factory=dict)  # by incarnation
-    _plans: PlanRates = field(init=False)
+    plans: PlanRates = field(init=False)
 
     def __post_init__(self) -> None:
-        self._plans = PlanRates(self._table.plans, self._table.mirror.clock)
+        self.plans = PlanRates(self._table.plans, self._table.mirror.clock)
 
     def look(self, now_unix_s: float) -> None:
         """Take over the state of the directory, the links and the chosen plans."""
-        self._plans.look()
+        self.plans.look()
         present = {member.incarnation: member for member in self._members()}
         for incarnation, member in present.items():
             self._seen.setdefault(incarnation, _Seen(member, "", now_unix_s))
@@ -275,10 +273,6 @@ class EngineRoster:
             key=lambda seen: (seen.member.role.value != "prefill", seen.member.name),
         )
         return [self._row(seen) for seen in order]
-
-    def plans(self) -> list[dict[str, Any]]:
-        """The rates and the estimated times of the plans chosen lately."""
-        return self._plans.rows()
 
     def _state(self, incarnation: str) -> str:
         engine = self._table.engines.get(incarnation)

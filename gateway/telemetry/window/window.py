@@ -30,13 +30,21 @@ LATENCIES = {
     "tpot": table.TPOT,
     "e2e": table.E2E,
 }
+_COUNTS = {
+    "began": table.BEGAN,
+    "finished": table.SUCCESSES,
+    "refused": table.REJECTIONS,
+    "retries": table.RETRIES,
+    "prompt_tokens": table.PROMPT_TOKENS,
+    "finished_prompt_tokens": table.FINISHED_PROMPT_TOKENS,
+    "cached_tokens": table.CACHED_TOKENS,
+    "output_tokens": table.OUTPUT_TOKENS,
+    "coalesced_tokens": table.COALESCED_TOKENS,
+}
 KEPT = {
     metric.name: metric
     for metric in (
-        *LATENCIES.values(),
-        *(table.BEGAN, table.SUCCESSES, table.FAILURES, table.REJECTIONS, table.RETRIES),
-        *(table.PROMPT_TOKENS, table.FINISHED_PROMPT_TOKENS, table.CACHED_TOKENS),
-        *(table.PULLER_CACHED_TOKENS, table.OUTPUT_TOKENS, table.COALESCED_TOKENS),
+        *(*LATENCIES.values(), *_COUNTS.values(), table.FAILURES, table.PULLER_CACHED_TOKENS),
         *(table.STAGE, table.KV_SECONDS, table.KV_BYTES),
     )
 }
@@ -71,9 +79,7 @@ class TelemetryWindow:
         """Add the tally of this gateway for this second, or for a part of it."""
         if not (tally.counts or tally.histograms):
             return
-        self._add((self._last_minutes, self._last_hour), number, tally)
-        now_us = self.now_us()
-        self.recent.extend((now_us, call) for call in tally.ended)
+        self._add((self._last_minutes, self._last_hour), number, tally, tally.ended)
         if self.outbox is not None:
             own = self.outbox.setdefault(number, Tally())
             own.join(tally, KEPT)
@@ -85,15 +91,16 @@ class TelemetryWindow:
         """Add another gateway's row, of 1 s or HOUR_ROW_S, that begins at this second."""
         self.began_s = min(self.began_s, number)
         spans = (self._last_minutes, self._last_hour) if row_s == 1 else (self._last_hour,)
-        self._add(spans, number, row)
-        now_us = self.now_us()
-        self.recent.extend((now_us, call) for call in ended)
+        self._add(spans, number, row, ended)
 
-    def _add(self, spans: Iterable[Rows], number: int, tally: Tally) -> None:
-        now = int(self._clock.monotonic_s())
+    def _add(
+        self, spans: Iterable[Rows], number: int, tally: Tally, ended: Iterable[EndedCall]
+    ) -> None:
+        now_us = self.now_us()
         for rows in spans:
-            rows.expire(now)
+            rows.expire(now_us // 1_000_000)
             rows.add(number, tally)
+        self.recent.extend((now_us, call) for call in ended)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -139,19 +146,8 @@ def counts_of(tally: Tally) -> dict[str, int]:
     for key, number in tally.counts.items():
         sums[key[0]] += number
     cancelled = tally.counts[table.FAILURES.name, Cancelled.code]
-    return {
-        "began": sums[table.BEGAN.name],
-        "finished": sums[table.SUCCESSES.name],
-        "failed": sums[table.FAILURES.name] - cancelled,
-        "cancelled": cancelled,
-        "refused": sums[table.REJECTIONS.name],
-        "retries": sums[table.RETRIES.name],
-        "prompt_tokens": sums[table.PROMPT_TOKENS.name],
-        "finished_prompt_tokens": sums[table.FINISHED_PROMPT_TOKENS.name],
-        "cached_tokens": sums[table.CACHED_TOKENS.name],
-        "output_tokens": sums[table.OUTPUT_TOKENS.name],
-        "coalesced_tokens": sums[table.COALESCED_TOKENS.name],
-    }
+    found = {name: sums[metric.name] for name, metric in _COUNTS.items()}
+    return found | {"failed": sums[table.FAILURES.name] - cancelled, "cancelled": cancelled}
 
 
 def microseconds(seconds: float) -> int:

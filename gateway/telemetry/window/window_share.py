@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from ....cluster.redis_client import RedisAway
 from ....core.ports import Clock
 from ..metrics.tally import Tally
@@ -127,16 +129,10 @@ class WindowShare:
             if since_s is None
             else self._window.to_unix_s(int(since_s * 1e6)),
             "gateways": [
-                self._row(self._state(0), is_own=True),
-                *sorted((self._row(s, is_own=False) for s in states), key=lambda row: row["name"]),
+                _row(self._state(0), is_own=True),
+                *(_row(state, is_own=False) for state in sorted(states, key=lambda s: s.name)),
             ],
         }
-
-    @staticmethod
-    def _row(state: GatewayState, *, is_own: bool) -> dict[str, Any]:
-        names = ("name", "version", "num_running", "began_per_s", "output_tokens_per_s")
-        named = {name: getattr(state, name) for name in (*names, "is_ready", "is_draining")}
-        return {"gateway": state.gateway, "is_own": is_own, **named}
 
     # --- our own ----------------------------------------------------------------------------------
 
@@ -288,6 +284,12 @@ class WindowShare:
         if self._away_since_s is not None:
             log.info("the live page shows all gateways")
         self._away_since_s = None
+
+
+def _row(state: GatewayState, *, is_own: bool) -> dict[str, Any]:
+    row = msgspec.structs.asdict(state) | {"is_own": is_own}
+    del row["through"]
+    return row
 
 
 def _missing(gateway: str, after: int, through: int) -> list[RowKey]:
