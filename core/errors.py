@@ -148,7 +148,7 @@ class HandoffFailed(
     is_retryable=True,
     public_text="the KV cache could not be handed over",
 ):
-    """The KV blocks could not be transferred from source to puller; the gateway retries elsewhere."""
+    """The KV could not be transferred from source to puller; the gateway retries elsewhere."""
 
 
 class FingerprintMismatch(

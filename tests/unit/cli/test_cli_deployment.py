@@ -16,7 +16,7 @@ from baton.cli.deployment.child import Child, lines_of, role_of
 from baton.cli.deployment.deployment import Deployment
 from baton.cli.deployment.gateways import shared_ports
 from baton.client import NodeInfo
-from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.config import GatewayConfig, NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.process.logs import print_line
