@@ -11,7 +11,7 @@ import asyncio
 import json
 import math
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,22 +182,22 @@ class _Seen:
     state: str
     since_unix_s: float
     restarts: int = 0
-    looks: deque[dict[str, int]] = field(default_factory=lambda: deque(maxlen=_HITS_OVER))
+    looks: deque[Counter[str]] = field(default_factory=lambda: deque(maxlen=_HITS_OVER))
 
-    def _growth(self, num_looks: int, *names: str) -> list[int]:
-        """By how much these counters grew over the last looks."""
+    def _growth(self, num_looks: int) -> Counter[str]:
+        """By how much its counters grew over the last looks."""
         if not self.looks:
-            return [0] * len(names)
-        first, last = self.looks[-min(num_looks, len(self.looks))], self.looks[-1]
-        return [last[name] - first[name] for name in names]
+            return Counter()
+        return self.looks[-1] - self.looks[-min(num_looks, len(self.looks))]
 
     @property
     def draft_means(self) -> tuple[float, float] | None:
         """Mean numbers of drafted and of accepted tokens in the last steps of sequences with
         drafts; None: there were no such steps."""
-        names = ("num_drafts", "num_draft_tokens", "accepted_drafts")
-        steps, drafted, accepted = self._growth(_KEPT_OVER, *names)
-        return (drafted / steps, accepted / steps) if steps > 0 else None
+        grown = self._growth(_KEPT_OVER)
+        if not (steps := grown["num_drafts"]):
+            return None
+        return grown["num_draft_tokens"] / steps, grown["accepted_drafts"] / steps
 
     @property
     def hit_tokens(self) -> dict[str, int] | None:
@@ -205,23 +205,23 @@ class _Seen:
         engine counts fetched blocks as device hits once they are used; None: nothing is known."""
         if not self.looks:
             return None
-        names = ("prefix_query_tokens", "prefix_hit_tokens", "host_hit_tokens", "fetched_blocks")
-        grown = (max(0, number) for number in self._growth(_HITS_OVER, *names))
-        queried, hit, host, fetched_blocks = grown
-        device = max(0, hit - host - fetched_blocks * self.member.block_size)
+        grown = self._growth(_HITS_OVER)
+        hit, host = grown["prefix_hit_tokens"], grown["host_hit_tokens"]
+        device = max(0, hit - host - grown["fetched_blocks"] * self.member.block_size)
         return {
             "device": device,
             "host": host,
             "fetched": hit - host - device,
-            "missed": max(0, queried - hit),
+            "missed": max(0, grown["prefix_query_tokens"] - hit),
         }
 
     @property
     def kept_share(self) -> float | None:
         """The share of the last steps with decodes and a promised step time that kept it; None:
         there were no such steps."""
-        steps, kept = self._growth(_KEPT_OVER, "num_promised_steps", "num_kept_steps")
-        return kept / steps if steps > 0 else None
+        grown = self._growth(_KEPT_OVER)
+        steps = grown["num_promised_steps"]
+        return grown["num_kept_steps"] / steps if steps else None
 
 
 @dataclass(eq=False)
@@ -261,8 +261,9 @@ class EngineRoster:
                 seen.looks.clear()  # its counters are not known
             else:
                 counters = engine.load.counters
-                counted = {name: getattr(counters, name) for name in _COUNTED}
-                seen.looks.append(counted | {"accepted_drafts": sum(counters.accepted_drafts)})
+                look = Counter({name: getattr(counters, name) for name in _COUNTED})
+                look["accepted_drafts"] = sum(counters.accepted_drafts)
+                seen.looks.append(look)
         self._join_restarted()
         self._forget_old(now_unix_s)
 

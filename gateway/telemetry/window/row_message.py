@@ -88,9 +88,12 @@ def pack_state(state: GatewayState) -> bytes:
     return zlib.compress(_encode(state), _LEVEL)
 
 
-def unpack_state(packed: bytes) -> GatewayState:
-    """Raises BadRow."""
-    return _unpack(packed, _states)
+def unpack_state(packed: bytes, gateway: str) -> GatewayState:
+    """The state of this gateway; raises BadRow."""
+    state = _unpack(packed, _states)
+    if state.gateway != gateway:
+        raise BadRow("another gateway's")
+    return state
 
 
 def pack_row(key: RowKey, unix_s: float, row: Tally) -> bytes:

@@ -238,9 +238,7 @@ class WindowShare:
         if not packed:
             return
         try:
-            state = unpack_state(packed)
-            if state.gateway != gateway:
-                raise BadRow("another gateway's")
+            state = unpack_state(packed, gateway)
         except BadRow as error:
             self._note_bad(gateway, error)
         else:
