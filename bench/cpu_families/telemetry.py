@@ -20,6 +20,7 @@ from baton.core.request.token_ids import column
 from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.security.caller import anyone
+from baton.gateway.telemetry.call_counts import CallCounts
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import CallRecord
 from baton.gateway.telemetry.calls.ended_call import STAGES
@@ -59,7 +60,7 @@ def measure() -> list[Figure]:
     clock = _Clock()
     window, targets = TelemetryWindow(clock), SloTargets(ttft_slo_s=0.5, tbt_slo_s=0.05)
     window.outbox = {}
-    feed = CallFeed(clock, targets, window, MetricStore(ALL, "baton_", "demo"))
+    feed = CallFeed(clock, CallCounts(targets), window, MetricStore(ALL, "baton_", "demo"))
     bare = [_play(clock, []) for _ in range(_REPEATS)]
     rounds = [_play(clock, [feed]) for _ in range(_REPEATS)]
     chunk_us = tuple(chunk_s * 1e6 for chunk_s, _ in rounds)

@@ -96,7 +96,7 @@ class Gateway:
         )
         self._view = ClusterView(
             self._directory,
-            self._model.limits.model,
+            model,
             secret,
             clock,
             self._table,
@@ -112,12 +112,10 @@ class Gateway:
             lease = RedisLease(redis, "promises", name, LEASE_S, clock)
             decider = PromiseDecider(self._table, clock, config.slo_ttft_s, queue.num_tokens)
             self._leader = PromiseLeader(decider, lease, name)
-        self._mover = None
-        if config.move_requests:
-            self._mover = RequestMover(self._table, self._sessions, clock)
-        self._telemetry = Telemetry.of(
+        self._mover = RequestMover(self._table, self._sessions, clock)
+        self._telemetry = Telemetry(
             config,
-            self._model.limits.model,
+            model,
             self._table,
             self._view,
             clock,
@@ -210,7 +208,7 @@ class Gateway:
         }
         if self._leader is not None:
             beside["the leader of promises"] = self._leader.run
-        if self._mover is not None:
+        if self._config.move_requests:
             beside["the mover of requests"] = self._mover.run
         self._tasks = [asyncio.create_task(keep_running(*part)) for part in beside.items()]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from ...core.errors import BatonError
 from ...core.ports import Clock
@@ -19,7 +20,6 @@ from ..security.caller import Caller
 from .call_counts import CallCounts
 from .calls.call_record import CallRecord
 from .calls.ended_call import EndedCall, ended_call
-from .calls.slo import SloTargets
 from .metrics import metric_table as table
 from .metrics.metric_store import MetricStore
 from .metrics.tally import Tally
@@ -33,30 +33,25 @@ OnRefused = Callable[[Caller, BatonError], None]
 OnEnded = Callable[[CallRecord, EndedCall], None]
 
 
+@dataclass(eq=False)
 class CallFeed:
     """Use from the gateway's event loop. An exception in here fails no call, and is logged once.
 
-    `on_refused`, `on_ended`: called at once for each refused and each ended call.
+    `_on_refused`, `_on_ended`: called at once for each refused and each ended call. `_until_s`: the
+    end of the second that is counted.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        targets: SloTargets,
-        window: TelemetryWindow,
-        store: MetricStore,
-        on_refused: Sequence[OnRefused] = (),
-        on_ended: Sequence[OnEnded] = (),
-    ) -> None:
-        self._clock = clock
-        self._counts = CallCounts(targets)
-        self._window = window
-        self._store = store
-        self._on_refused = on_refused
-        self._on_ended = on_ended
-        self._until_s = 0.0  # the end of the second that is counted
-        self._logged: set[tuple[str, type]] = set()
-        window.settle = self.settle
+    _clock: Clock
+    _counts: CallCounts
+    _window: TelemetryWindow
+    _store: MetricStore
+    _on_refused: Sequence[OnRefused] = ()
+    _on_ended: Sequence[OnEnded] = ()
+    _until_s: float = 0.0
+    _logged: set[tuple[str, type]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._window.settle = self.settle
 
     def call_refused(self, caller: Caller, error: BatonError) -> None:
         """Note a call that ended before it was routed: invalid, unauthorised, over a limit."""

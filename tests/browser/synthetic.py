@@ -34,6 +34,7 @@ from baton.gateway.http.dashboard.snapshot import EngineRoster, SnapshotFeed
 from baton.gateway.request.engine_link import Avoid, Demand, MustWait, TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.security.caller import Caller
+from baton.gateway.telemetry.call_counts import CallCounts
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import CallRecord
 from baton.gateway.telemetry.calls.slo import SloTargets
@@ -78,7 +79,7 @@ class SyntheticGateway:
         self.clock.at_s = running_s() - 3700
         self.window = TelemetryWindow(self.clock)
         targets, store = SloTargets(0.5, 0.05), MetricStore(ALL, "baton_", model)
-        self.calls = CallFeed(self.clock, targets, self.window, store)
+        self.calls = CallFeed(self.clock, CallCounts(targets), self.window, store)
         self.clock.at_s = None
         self.table = EngineTable(PrefixMirror(self.clock))
         self.members: dict[str, Member] = {}

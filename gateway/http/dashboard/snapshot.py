@@ -49,33 +49,29 @@ class View:
     of_hour: bool = False
 
 
+@dataclass(eq=False)
 class SnapshotFeed:
-    """`run` ticks until cancelled; `about` describes the gateway itself, `scope` the gateways whose
-    calls the window includes (`WindowShare.scope`).
+    """`run` ticks until cancelled; `_about` describes the gateway itself, `_scope` the gateways
+    whose calls the window includes (`WindowShare.scope`).
 
     `targets`: the gateway's own, for viewers who set none. `num_viewers`: following now.
     """
 
-    def __init__(
-        self,
-        window: TelemetryWindow,
-        roster: EngineRoster,
-        about: Callable[[], dict[str, Any]],
-        targets: SloTargets,
-        clock: Clock,
-        scope: Callable[[], dict[str, Any]],
-    ) -> None:
-        self.targets = targets
-        self.num_viewers = 0
-        self._window = window
-        self._roster = roster
-        self._about = about
-        self._scope = scope
-        self._clock = clock
-        self._number = 0
-        self._previous_unix_s, self._now_unix_s = 0.0, self._window.now_unix_s
-        self._made: dict[tuple[View, bool], bytes] = {}
-        self._ticked = asyncio.Event()
+    _window: TelemetryWindow
+    _roster: EngineRoster
+    _about: Callable[[], dict[str, Any]]
+    targets: SloTargets
+    _clock: Clock
+    _scope: Callable[[], dict[str, Any]]
+    num_viewers: int = 0
+    _number: int = 0
+    _previous_unix_s: float = 0.0
+    _now_unix_s: float = field(init=False)
+    _made: dict[tuple[View, bool], bytes] = field(default_factory=dict)
+    _ticked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._now_unix_s = self._window.now_unix_s
 
     async def run(self) -> None:
         """Tick once a second, even without viewers: the roster must not miss any engine."""

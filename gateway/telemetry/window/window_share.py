@@ -14,7 +14,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -66,29 +66,28 @@ class _Other:
     read_s: float = -math.inf  # when `state` was last read
 
 
+@dataclass(eq=False)
 class WindowShare:
-    """The exchange of one gateway. `gateway`: its random id; `about`: its description."""
+    """The exchange of one gateway. `_gateway`: its random id; `_about`: its description.
 
-    def __init__(
-        self,
-        window: TelemetryWindow,
-        store: RedisWindows,
-        gateway: str,
-        about: Callable[[], About],
-        clock: Clock,
-    ) -> None:
-        self._outbox = window.outbox = {}
-        self._window = window
-        self._store = store
-        self._gateway = gateway
-        self._about = about
-        self._clock = clock
-        self._others: dict[str, _Other] = {}
-        self._longer: dict[int, Tally] = {}  # rows of HOUR_ROW_S, by their first second
-        self._rates: deque[tuple[int, dict[str, int]]] = deque()  # by own second
-        self._noted = int(clock.monotonic_s()) - 1  # the last second noted in `_rates`
-        self._shift: int | None = None  # seconds by which Redis' clock is ahead of ours
-        self._began_s = clock.monotonic_s()
+    `_longer`: rows of HOUR_ROW_S, by their first second. `_rates`: counts by own second, up to
+    `_noted`. `_shift`: seconds by which Redis' clock is ahead of ours.
+    """
+
+    _window: TelemetryWindow
+    _store: RedisWindows
+    _gateway: str
+    _about: Callable[[], About]
+    _clock: Clock
+    _others: dict[str, _Other] = field(default_factory=dict)
+    _longer: dict[int, Tally] = field(default_factory=dict)
+    _rates: deque[tuple[int, dict[str, int]]] = field(default_factory=deque)
+    _shift: int | None = None
+
+    def __post_init__(self) -> None:
+        self._outbox = self._window.outbox = {}
+        self._began_s = self._clock.monotonic_s()
+        self._noted = int(self._began_s) - 1
         self._away_since_s: float | None = self._began_s
 
     async def run(self) -> None:

@@ -25,6 +25,7 @@ from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.plan_record import ChosenPlan, PlanRecord
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.security.caller import anyone
+from baton.gateway.telemetry.call_counts import CallCounts
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics import metric_table
@@ -61,7 +62,7 @@ class World:
         self.certificate_ends_s: dict[str, float] = {}
         store = MetricStore(metric_table.ALL, full_prefix(prefix), "demo")
         targets = SloTargets(ttft_slo_s=0.5, tbt_slo_s=0.05)
-        self.feed = CallFeed(self.clock, targets, TelemetryWindow(self.clock), store)
+        self.feed = CallFeed(self.clock, CallCounts(targets), TelemetryWindow(self.clock), store)
         self.exporter = Exporter(
             store,
             self.feed.settle,
