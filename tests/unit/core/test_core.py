@@ -227,7 +227,7 @@ def test_what_the_environment_gives_is_checked_as_a_flag_is(
 @pytest.mark.parametrize("wrong", [{"block_size": 12}, {"max_num_seqs": 0}])
 def test_bad_settings_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(errors.StartupFailed):
-        EngineConfig(**wrong)  # type: ignore[arg-type]
+        flags.from_caller(EngineConfig, wrong)
 
 
 NO_TIMES = [0.0, -1.0, float("nan"), float("inf"), 1e10]
