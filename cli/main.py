@@ -183,13 +183,11 @@ def _add_chat(commands: _Commands) -> None:
 def _chat(arguments: argparse.Namespace) -> int:
     from . import chat
 
-    up, engine = flags.parse_all(arguments, UpConfig, EngineConfig)
     return reporting(
         lambda: chat.run(
             arguments.address,
             arguments.ca_file,
-            up,
-            engine,
+            *flags.parse_all(arguments, UpConfig, EngineConfig),
             {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature},
             is_completion=arguments.completion,
         )
@@ -232,8 +230,9 @@ def _add_fsck(commands: _Commands) -> None:
 def _fsck(arguments: argparse.Namespace) -> int:
     from .cluster import fsck
 
-    cluster = flags.parse(ClusterConfig, arguments)
-    return run_reporting(lambda: fsck.run(cluster, as_json=arguments.json))
+    return run_reporting(
+        lambda: fsck.run(flags.parse(ClusterConfig, arguments), as_json=arguments.json)
+    )
 
 
 def _add_index(commands: _Commands) -> None:
@@ -246,8 +245,11 @@ def _add_index(commands: _Commands) -> None:
 def _index(arguments: argparse.Namespace) -> int:
     from .cluster import index
 
-    cluster = flags.parse(ClusterConfig, arguments)
-    return run_reporting(lambda: index.run(cluster, arguments.api_keys, as_json=arguments.json))
+    return run_reporting(
+        lambda: index.run(
+            flags.parse(ClusterConfig, arguments), arguments.api_keys, as_json=arguments.json
+        )
+    )
 
 
 def _add_keys(commands: _Commands) -> None:

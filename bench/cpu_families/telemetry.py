@@ -27,7 +27,6 @@ from baton.gateway.telemetry.calls.ended_call import STAGES
 from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics import metric_table as table
 from baton.gateway.telemetry.metrics.metric_store import MetricStore
-from baton.gateway.telemetry.metrics.metric_table import ALL
 from baton.gateway.telemetry.metrics.tally import Tally
 from baton.gateway.telemetry.window.row_message import RowKey, pack_row, unpack_row
 from baton.gateway.telemetry.window.snapshot import window_snapshot
@@ -60,7 +59,7 @@ def measure() -> list[Figure]:
     clock = _Clock()
     window, targets = TelemetryWindow(clock), SloTargets(ttft_slo_s=0.5, tbt_slo_s=0.05)
     window.outbox = {}
-    feed = CallFeed(clock, CallCounts(targets), window, MetricStore(ALL, "baton_", "demo"))
+    feed = CallFeed(clock, CallCounts(targets), window, MetricStore("baton_", "demo"))
     bare = [_play(clock, []) for _ in range(_REPEATS)]
     rounds = [_play(clock, [feed]) for _ in range(_REPEATS)]
     chunk_us = tuple(chunk_s * 1e6 for chunk_s, _ in rounds)

@@ -15,7 +15,6 @@ from .calls.ended_call import log_ended, log_refused
 from .calls.slo import SloTargets
 from .calls.traces import CallTraces, open_traces
 from .metrics.metric_store import MetricStore
-from .metrics.metric_table import ALL
 from .metrics.prometheus import Exporter, full_prefix
 from .window.window import TelemetryWindow
 
@@ -45,7 +44,7 @@ class Telemetry:
             on_ended.append(log_ended)
         on_refused = [log_refused] if config.log_json else []
         counts = CallCounts(SloTargets(config.slo_ttft_s, config.slo_tbt_s))
-        store = MetricStore(ALL, full_prefix(config.metrics_prefix), model)
+        store = MetricStore(full_prefix(config.metrics_prefix), model)
         self.feed = CallFeed(clock, counts, self.window, store, on_refused, on_ended)
         of_engines = (engines, view, clock, is_index_up, num_queued, certificate_ends_s)
         self.exporter = Exporter(store, self.feed.settle, *of_engines)

@@ -39,7 +39,6 @@ from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import CallRecord
 from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics.metric_store import MetricStore
-from baton.gateway.telemetry.metrics.metric_table import ALL
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.prefix_index.mirror import PrefixMirror
@@ -78,7 +77,7 @@ class SyntheticGateway:
         self.clock = TravelClock()
         self.clock.at_s = running_s() - 3700
         self.window = TelemetryWindow(self.clock)
-        targets, store = SloTargets(0.5, 0.05), MetricStore(ALL, "baton_", model)
+        targets, store = SloTargets(0.5, 0.05), MetricStore("baton_", model)
         self.calls = CallFeed(self.clock, CallCounts(targets), self.window, store)
         self.clock.at_s = None
         self.table = EngineTable(PrefixMirror(self.clock))

@@ -20,7 +20,6 @@ from baton.gateway.telemetry.call_feed import CallFeed, OnEnded
 from baton.gateway.telemetry.calls.call_record import CallRecord
 from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics.metric_store import MetricStore
-from baton.gateway.telemetry.metrics.metric_table import ALL
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -47,7 +46,7 @@ def timeline(arrived_ns: int) -> tuple[Stamp, ...]:
 
 def feed_of(clock: Clock, *on_ended: OnEnded, window: TelemetryWindow | None = None) -> CallFeed:
     """A feed that counts into its own stores, for tests that need only one part."""
-    store = MetricStore(ALL, "baton_", "demo")
+    store = MetricStore("baton_", "demo")
     targets = SloTargets(ttft_slo_s=0.5, tbt_slo_s=0.05)
     return CallFeed(
         clock, CallCounts(targets), window or TelemetryWindow(clock), store, (), on_ended
