@@ -46,7 +46,6 @@ def reporting(run: Callable[[], int]) -> int:
 
 
 def node_parser(role: Role) -> argparse.ArgumentParser:
-    """The command line of launch_prefill and launch_decode."""
     parser = argparse.ArgumentParser(
         prog=f"launch_{role.value}", description=f"Start a {role.value} node."
     )
@@ -55,7 +54,6 @@ def node_parser(role: Role) -> argparse.ArgumentParser:
 
 
 def gateway_parser() -> argparse.ArgumentParser:
-    """The command line of launch_gateway."""
     parser = argparse.ArgumentParser(prog="launch_gateway", description="Start a gateway.")
     flags.add_flags(parser, GatewayConfig, ClusterConfig)
     return parser
@@ -75,17 +73,14 @@ def _node(role: Role) -> int:
 
 
 def prefill() -> int:
-    """The `launch_prefill` command."""
     return _node(Role.PREFILL)
 
 
 def decode() -> int:
-    """The `launch_decode` command."""
     return _node(Role.DECODE)
 
 
 def gateway() -> int:
-    """The `launch_gateway` command."""
     arguments = gateway_parser().parse_args()
 
     def start() -> Coroutine[Any, Any, int]:

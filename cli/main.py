@@ -38,7 +38,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """The `baton` command."""
     arguments = build_parser().parse_args()
     code: int = arguments.run(arguments)
     return code

@@ -162,7 +162,6 @@ def parse(config: type[T], arguments: argparse.Namespace) -> T:
 
 
 def parse_all(arguments: argparse.Namespace, *configs: type) -> list[Any]:
-    """An instance of each of `configs`, as `parse` builds it."""
     return [parse(config, arguments) for config in configs]
 
 

@@ -270,7 +270,6 @@ def _shown(plan: Plan) -> dict[str, Any]:
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """For people."""
     lines = [
         f"{summary['model']} at {summary['target']}, {summary['endpoint']}",
         f"{summary['num_completed']} completed, {summary['num_failed']} failed, "

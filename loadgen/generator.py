@@ -47,11 +47,9 @@ class Load:
 
     @property
     def now_s(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self.start_s
 
     async def send_at(self, at_s: float, asked: Asked, group: str) -> None:
-        """Send one request when it is due."""
         await self._sleep_until(at_s)
         await self._send(group, at_s, asked)
 

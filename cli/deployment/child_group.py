@@ -33,7 +33,6 @@ class ChildGroup:
     children: list[Child] = field(default_factory=list)
 
     async def launch(self, name: str, *configs: object) -> Child:
-        """Start another child."""
         child = await Child.start(name, configs, self.report, inherits_stderr=self.inherits_stderr)
         self.children.append(child)
         return child

@@ -100,7 +100,6 @@ async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
 
 
 async def _announce(group: ChildGroup) -> None:
-    """Print the address of each gateway, and the shared ones."""
     for child in group.children:
         own_url, *shared = child.addresses
         print_line(f"{child.name} alone: {own_url}")

@@ -65,7 +65,6 @@ FEED = web.AppKey("feed", SnapshotFeed)
 
 
 def feed_of(parts: AppState, clock: Clock) -> SnapshotFeed:
-    """The feed of one gateway's page."""
 
     def about() -> dict[str, Any]:
         return {
@@ -97,7 +96,6 @@ def add_dashboard(app: web.Application, feed: SnapshotFeed) -> None:
 
 @ROUTES.get("/dashboard")
 async def page(request: web.Request) -> web.Response:
-    """The live page."""
     return _file(request, static_files()["index.html"], _PAGE_HEADERS)
 
 
@@ -109,7 +107,6 @@ async def page_with_slash(request: web.Request) -> web.Response:
 
 @ROUTES.get("/dashboard/{path:.+}")
 async def file(request: web.Request) -> web.Response:
-    """One of the page's files."""
     found = static_files().get(request.match_info["path"])
     if found is None:
         raise web.HTTPNotFound

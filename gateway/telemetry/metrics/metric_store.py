@@ -37,7 +37,6 @@ class MetricStore(Collector):
                 self._numbers[metric.name] = dict.fromkeys(begun, 0.0)
 
     def take(self, tally: Tally) -> None:
-        """Add a tally."""
         for (name, *labels), number in tally.counts.items():
             if name in self._numbers:
                 _add(self._numbers[name], tuple(labels), number)
@@ -47,7 +46,6 @@ class MetricStore(Collector):
             child.add(histogram.counts, histogram.total)
 
     def add(self, metric: Metric, *labels: str, value: float = 1) -> None:
-        """Add to a counter."""
         _add(self._numbers[metric.name], labels, value)
 
     def set(self, metric: Metric, *labels: str, value: float) -> None:
