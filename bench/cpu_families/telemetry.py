@@ -68,12 +68,11 @@ def measure() -> list[Figure]:
     floor_is = "noting when it was delivered"
     shape = f"{NUM_STEPS} tokens of {NUM_STREAMS} streams"
 
-    def ask(since_unix_s: float | None) -> None:
-        window_snapshot(window, targets, since_unix_s)
+    def ask(since_s: float | None) -> None:
+        window_snapshot(window, targets, since_s)
 
-    now_unix_s = window.to_unix_s(window.now_us())
     first_ms = tuple(s * 1e3 for s in repeat_s(lambda: ask(None), _REPEATS))
-    next_ms = tuple(s * 1e3 for s in repeat_s(lambda: ask(now_unix_s - 1), _REPEATS))
+    next_ms = tuple(s * 1e3 for s in repeat_s(lambda: ask(clock.now_s - 1), _REPEATS))
     own = max(window.outbox.values(), key=lambda each: len(each.histograms))
     packed = pack_row(_KEY, 0.0, own)
     elsewhere = TelemetryWindow(clock)

@@ -65,13 +65,13 @@ class SnapshotFeed:
     _scope: Callable[[], dict[str, Any]]
     num_viewers: int = 0
     _number: int = 0
-    _previous_unix_s: float = 0.0
-    _now_unix_s: float = field(init=False)
+    _previous_s: float = 0.0
+    _now_s: float = field(init=False)
     _made: dict[tuple[View, bool], bytes] = field(default_factory=dict)
     _ticked: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self._now_unix_s = self._window.now_unix_s
+        self._now_s = self._window.now_s()
 
     async def run(self) -> None:
         """Tick once a second, even without viewers: the roster must not miss any engine."""
@@ -82,8 +82,8 @@ class SnapshotFeed:
 
     def tick(self) -> None:
         """Update the roster, discard the snapshots made for the last tick, and wake the viewers."""
-        self._previous_unix_s, self._now_unix_s = self._now_unix_s, self._window.now_unix_s
-        self._roster.look(self._now_unix_s)
+        self._previous_s, self._now_s = self._now_s, self._window.now_s()
+        self._roster.look(self._window.to_unix_s(self._now_s))
         self._number += 1
         self._made.clear()
         self._ticked.set()
@@ -109,11 +109,10 @@ class SnapshotFeed:
         return made
 
     def _snapshot(self, view: View, is_whole: bool) -> dict[str, Any]:
-        since_unix_s = None if is_whole else self._previous_unix_s
         snapshot = window_snapshot(
             self._window,
             view.targets,
-            since_unix_s,
+            None if is_whole else self._previous_s,
             of_hour=view.of_hour,
             num_again=0 if view.of_hour else _ROWS_AGAIN,
         )

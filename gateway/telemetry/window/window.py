@@ -67,11 +67,11 @@ class TelemetryWindow:
         self.settle: Callable[[], None] = lambda: None  # set by the CallFeed
         self._clock = clock
         self.began_s = clock.monotonic_s()
-        self._unix_offset_us = clock.unix_ns() // 1000 - microseconds(self.began_s)
+        self._unix_offset_s = clock.unix_ns() / 1e9 - self.began_s
         self._last_minutes = Rows(1, span_s, KEPT)
         self._last_hour = Rows(HOUR_ROW_S, HOUR_S, KEPT)
-        # Calls with the time at which they were counted here, or received (`now_us`).
-        self.recent: deque[tuple[int, EndedCall]] = deque(maxlen=max_recent)
+        # Calls with the time at which they were counted here, or received.
+        self.recent: deque[tuple[float, EndedCall]] = deque(maxlen=max_recent)
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -96,11 +96,11 @@ class TelemetryWindow:
     def _add(
         self, spans: Iterable[Rows], number: int, tally: Tally, ended: Iterable[EndedCall]
     ) -> None:
-        now_us = self.now_us()
+        now_s = self.now_s()
         for rows in spans:
-            rows.expire(now_us // 1_000_000)
+            rows.expire(int(now_s))
             rows.add(number, tally)
-        self.recent.extend((now_us, call) for call in ended)
+        self.recent.extend((now_s, call) for call in ended)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -116,28 +116,19 @@ class TelemetryWindow:
 
     def _as_of_now(self, rows: Rows) -> Rows:
         self.settle()
-        rows.expire(int(self._clock.monotonic_s()))
+        rows.expire(int(self.now_s()))
         return rows
 
     def covered_s(self, rows: Rows) -> float:
         """The part of the span in which a gateway was running: the divisor of rates."""
-        return min(float(rows.span_s), max(1.0, self._clock.monotonic_s() - self.began_s))
+        return min(float(rows.span_s), max(1.0, self.now_s() - self.began_s))
 
-    def now_us(self) -> int:
-        """The monotonic clock in whole microseconds, so that a reader can send it back exactly."""
-        return microseconds(self._clock.monotonic_s())
+    def now_s(self) -> float:
+        return self._clock.monotonic_s()
 
-    @property
-    def now_unix_s(self) -> float:
+    def to_unix_s(self, monotonic_s: float) -> float:
         """Unix time, consistent with the window even if the host's clock is set."""
-        return self.to_unix_s(self.now_us())
-
-    def to_unix_s(self, monotonic_us: int) -> float:
-        return (monotonic_us + self._unix_offset_us) / 1e6
-
-    def from_unix_s(self, unix_s: float) -> int:
-        """The exact inverse of `to_unix_s`."""
-        return round(unix_s * 1e6) - self._unix_offset_us
+        return monotonic_s + self._unix_offset_s
 
 
 def counts_of(tally: Tally) -> dict[str, int]:
@@ -148,8 +139,3 @@ def counts_of(tally: Tally) -> dict[str, int]:
     cancelled = tally.counts[table.FAILURES.name, Cancelled.code]
     found = {name: sums[metric.name] for name, metric in _COUNTS.items()}
     return found | {"failed": sums[table.FAILURES.name] - cancelled, "cancelled": cancelled}
-
-
-def microseconds(seconds: float) -> int:
-    """Whole microseconds, which a float of Unix time still distinguishes."""
-    return int(seconds * 1e6)

@@ -124,9 +124,7 @@ class WindowShare:
         states = [other.state for other in self._others.values() if other.state is not None]
         return {
             "is_shared": since_s is None,
-            "alone_since_unix_s": None
-            if since_s is None
-            else self._window.to_unix_s(int(since_s * 1e6)),
+            "alone_since_unix_s": None if since_s is None else self._window.to_unix_s(since_s),
             "gateways": [
                 _row(self._state(0), is_own=True),
                 *(_row(state, is_own=False) for state in sorted(states, key=lambda s: s.name)),
@@ -184,7 +182,7 @@ class WindowShare:
 
     def _began_unix_s(self, key: RowKey) -> float:
         """The start of a row by this gateway's clock."""
-        return self._window.to_unix_s((key.second - self._shifted) * 1_000_000)
+        return self._window.to_unix_s(key.second - self._shifted)
 
     def _state(self, through: int) -> GatewayState:
         over_s = min(_RATES_OVER_S, max(1.0, self._clock.monotonic_s() - self._began_s))

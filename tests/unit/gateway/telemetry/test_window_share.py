@@ -206,7 +206,7 @@ async def test_without_redis_it_shows_its_own_and_afterwards_all_again() -> None
     await cluster.pass_s(8)
     scope = first.share.scope()
     assert not scope["is_shared"] and len(scope["gateways"]) == 1
-    away_s = first.window.to_unix_s(first.window.now_us()) - scope["alone_since_unix_s"]
+    away_s = first.window.to_unix_s(first.window.now_s()) - scope["alone_since_unix_s"]
     assert away_s == pytest.approx(12, abs=1.5)
     assert first.snapshot()["counts"]["began"] == 6
     cluster.store.is_away = False
