@@ -141,32 +141,53 @@ def _slo(given: list[str] | tuple[()]) -> Slo:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Names are those of vLLM's `bench serve` where it has the same flag."""
     add = parser.add_argument
-    add("--base-url", default="http://localhost:8000", help="of the target, with or without /v1")
-    add("--model", help="the name to ask for; default: the one that the target serves")
-    add("--endpoint", choices=_ENDPOINTS, default="completions", help="(completions)")
+    add(
+        "--base-url", default="http://localhost:8000", help="URL of the server, with or without /v1"
+    )
+    add("--model", help="model name to request; default: the model that the server lists")
+    add(
+        "--endpoint",
+        choices=_ENDPOINTS,
+        default="completions",
+        help="API to send requests to (completions)",
+    )
     loop = parser.add_mutually_exclusive_group()
-    loop.add_argument("--concurrency", type=int, help="closed loop: requests at any time (1)")
-    loop.add_argument("--request-rate", type=float, help="open loop: Poisson arrivals a second")
-    add("--num-requests", type=int, help="the load ends with these (100, without a duration)")
-    add("--duration-s", type=float, help="the load ends after these seconds")
-    add("--drain-s", type=float, default=60.0, help="for requests that still run then (60)")
-    add("--num-warmups", type=int, default=0, help="requests before the load, not measured (0)")
-    add("--dataset", choices=_DATASETS, default="words", help="what is sent (words)")
-    add("--dataset-path", type=Path, help="the file of sharegpt, lengths or jsonl")
-    add("--tokenizer", help="a folder with tokenizer.json: lengths are tokens, not words")
-    add("--vocab-size", type=int, help="of token-ids")
-    add("--input-len", type=int, default=256, help="words or tokens of a prompt (256)")
-    add("--output-len", type=int, default=128, help="tokens of an answer (128)")
-    add("--range-ratio", type=float, default=0.0, help="lengths vary by this share (0)")
-    add("--shared-prefix-len", type=int, default=0, help="a beginning that all have, besides (0)")
-    add("--seed", type=int, default=0, help="of prompts and arrivals (0)")
+    loop.add_argument("--concurrency", type=int, help="closed loop: requests in flight (1)")
+    loop.add_argument("--request-rate", type=float, help="open loop: Poisson arrivals per second")
+    add(
+        "--num-requests",
+        type=int,
+        help="end the load after this many requests (100, without --duration-s)",
+    )
+    add("--duration-s", type=float, help="end the load after this many seconds")
+    add(
+        "--drain-s",
+        type=float,
+        default=60.0,
+        help="seconds that requests in flight have to finish after the load (60)",
+    )
+    add("--num-warmups", type=int, default=0, help="unmeasured requests before the load (0)")
+    add("--dataset", choices=_DATASETS, default="words", help="source of prompts (words)")
+    add("--dataset-path", type=Path, help="file of a sharegpt, lengths or jsonl dataset")
+    add("--tokenizer", help="folder with a tokenizer.json; lengths then count tokens, not words")
+    add("--vocab-size", type=int, help="vocabulary size, for --dataset token-ids")
+    add("--input-len", type=int, default=256, help="words or tokens per prompt (256)")
+    add("--output-len", type=int, default=128, help="tokens per answer (128)")
+    add("--range-ratio", type=float, default=0.0, help="fraction by which lengths vary (0)")
+    add(
+        "--shared-prefix-len",
+        type=int,
+        default=0,
+        help="length of an additional prefix that all prompts share (0)",
+    )
+    add("--seed", type=int, default=0, help="seed of prompts and arrivals (0)")
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="answers of exactly the length; servers of other makers may refuse it (on)",
+        help="answers have exactly --output-len tokens; other servers may reject the field (on)",
     )
-    add("--extra-body", help="more fields of each request, as JSON")
-    add("--slo", nargs="+", help="what is good: ttft_ms=1000 tbt_ms=.. tpot_ms=50 e2e_ms=..")
-    add("--result", type=Path, help="write the figures here, JSON")
-    add("--plot", type=Path, help="write a page with plots here, HTML")
+    add("--extra-body", help="additional fields of each request, as a JSON object")
+    add("--slo", nargs="+", help="targets for goodput: ttft_ms=1000 tbt_ms=.. tpot_ms=50 e2e_ms=..")
+    add("--result", type=Path, help="write the results to this file, JSON")
+    add("--plot", type=Path, help="write a page of plots to this file, HTML")

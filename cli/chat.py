@@ -45,10 +45,10 @@ from .host.gpu_choice import choose_here
 
 HELP = """\
 /set NAME VALUE   temperature, max_tokens, top_p, top_k or seed; /set alone shows them
-/info             who served the last request, and how fast
-/reset            forget what was said so far
-/quit             end (so does Ctrl-D); Ctrl-C cancels a running generation
-A line that ends in \\ goes on in the next one.
+/info             nodes and latencies of the last request
+/reset            clear the conversation
+/quit             quit (so does Ctrl-D); Ctrl-C cancels a running generation
+A line that ends in \\ continues on the next line.
 """
 
 _SETTINGS: Mapping[str, type[int] | type[float]] = {
@@ -91,7 +91,7 @@ class Chat:
     def __init__(self, template: ChatTemplate) -> None:
         # The template writes the special tokens itself.
         self.params: GenerateParams = {"add_special_tokens": False}
-        self.manner = "A chat, by the model's template."
+        self.manner = "A chat with the model's chat template."
         self._template = template
         self._messages: list[Message] = []
 
@@ -172,7 +172,7 @@ class Shell:
             case ["/set", *arguments]:
                 self._set(arguments)
             case [command, *_]:
-                self._write(f"there is no {command}; /help names the commands\n")
+                self._write(f"unknown command {command}; /help lists the commands\n")
 
     def _set(self, arguments: list[str]) -> None:
         if not arguments:
@@ -210,7 +210,7 @@ class Shell:
         except BatonError as error:
             self._write(f"\n[{error.code}: {error.message}]\n")
             if isinstance(error, ContextLengthExceeded):
-                self._write("/reset forgets what was said so far\n")
+                self._write("/reset clears the conversation\n")
 
 
 @contextmanager
@@ -290,7 +290,7 @@ def _ended_by_signals() -> Callable[[str], None]:
     def end(*_: object) -> None:
         if not ended:
             sys.exit(143)
-        print(f"\nerror: {ended[0]} keeps ending: given up", file=sys.stderr)
+        print(f"\nerror: {ended[0]} exits repeatedly: giving up", file=sys.stderr)
         sys.exit(1)
 
     def give_up(name: str) -> None:
@@ -322,14 +322,13 @@ def _talk(
             info = client.model_info()
         except (Unauthenticated, PermissionDenied) as error:
             raise StartupFailed(
-                f"the gateway at {address} refuses: {error.message}",
-                hint="its key in BATON_API_KEY: `baton keys` makes one",
+                f"the gateway at {address} refused the call: {error.message}",
+                hint="set BATON_API_KEY to one of its keys (`baton keys` makes one)",
             ) from error
         except BatonError as error:
             raise StartupFailed(
                 f"no gateway answers at {address}: {error.message}",
-                hint="baton up starts one; without --address, baton chat does; --ca-file, if it "
-                "speaks TLS",
+                hint="start one with baton up, or leave --address out; if it uses TLS: --ca-file",
             ) from error
         conversation = conversation_about(info.model)
         _write(f"{info.model}, context {info.max_model_len} tokens. {conversation.manner} /help\n")

@@ -25,7 +25,8 @@ _UP = (UpConfig, EngineConfig, NodeConfig, GatewayConfig, ClusterConfig)
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line; `run` in the parsed arguments is the subcommand's function."""
     parser = argparse.ArgumentParser(
-        prog="baton", description="Serve large language models, prefill and decode apart."
+        prog="baton",
+        description="Serve large language models with prefill and decode on different GPUs.",
     )
     parser.add_argument("--version", action="version", version=f"baton {version()}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -62,7 +63,12 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _add_demo(commands: _Commands) -> None:
-    parser = _add(commands, "demo", _demo, "a deployment on this CPU, several prompts, a table")
+    parser = _add(
+        commands,
+        "demo",
+        _demo,
+        "start a deployment on this CPU, run several prompts, print a table",
+    )
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens per prompt (64)")
     parser.add_argument("--verbose", action="store_true", help="show every process's output")
 
@@ -74,7 +80,12 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _add_generate(commands: _Commands) -> None:
-    parser = _add(commands, "generate", _generate, "one process, no roles: the baseline")
+    parser = _add(
+        commands,
+        "generate",
+        _generate,
+        "continue prompts in one process without roles, as a baseline",
+    )
     parser.add_argument("prompt", nargs="+", help="text to continue")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens per prompt (64)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
@@ -98,22 +109,22 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _add_run_batch(commands: _Commands) -> None:
     parser = _add(
-        commands, "run-batch", _run_batch, "requests of a file, in OpenAI's batch format, to a file"
+        commands, "run-batch", _run_batch, "run the requests of a file in OpenAI's batch format"
     )
-    parser.add_argument("-i", "--input", required=True, help="requests, one a line")
+    parser.add_argument("-i", "--input", required=True, help="file of requests, one per line")
     parser.add_argument(
         "-o",
         "--output",
         required=True,
-        help="results, one a line; those that it has are not redone",
+        help="file of results, one per line; requests with a result in it are skipped",
     )
     parser.add_argument(
         "--url",
-        help="a deployment's HTTP, with or without /v1, its key in BATON_API_KEY; without one, "
-        "--model runs here",
+        help="HTTP URL of a deployment, with or without /v1, its key in BATON_API_KEY; default: "
+        "run --model in this process",
     )
     parser.add_argument(
-        "--max-concurrent", type=int, default=256, help="most lines at the same time (256)"
+        "--max-concurrent", type=int, default=256, help="most requests in flight (256)"
     )
     flags.add_flags(parser, EngineConfig)
 
@@ -150,9 +161,7 @@ def _root_of(url: str) -> str:
 def _add_bench(commands: _Commands) -> None:
     from .bench_flags import add_flags
 
-    add_flags(
-        _add(commands, "bench", _bench, "measure a server of OpenAI's API under load, any maker's")
-    )
+    add_flags(_add(commands, "bench", _bench, "measure any server of OpenAI's API under load"))
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -166,15 +175,15 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _add_chat(commands: _Commands) -> None:
-    parser = _add(commands, "chat", _chat, "a shell on this terminal, by the model's chat template")
+    parser = _add(commands, "chat", _chat, "chat on this terminal, with the model's chat template")
     parser.add_argument(
-        "--address", help="a running gateway's gRPC; without one, --model is started here"
+        "--address", help="gRPC address of a running gateway; default: start --model here"
     )
     parser.add_argument(
         "--completion", action="store_true", help="no chat template: continue the text so far"
     )
-    parser.add_argument("--ca-file", help="who signed the gateway's certificate, PEM: TLS")
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens per answer (128)")
+    parser.add_argument("--ca-file", help="CA of the gateway's certificate, PEM; enables TLS")
+    parser.add_argument("--max-tokens", type=int, default=128, help="most tokens per answer (128)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (0.7)")
     flags.add_flags(parser, UpConfig, EngineConfig)
 
@@ -194,16 +203,19 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _add_doctor(commands: _Commands) -> None:
-    parser = _add(commands, "doctor", _doctor, "look over this host: can it serve?")
-    parser.add_argument("--model", default="demo", help="model directory to look at (demo)")
+    parser = _add(commands, "doctor", _doctor, "check whether this host can serve")
+    parser.add_argument("--model", default="demo", help="model directory to check (demo)")
     parser.add_argument(
         "--redis-url",
         action=flags.UrlWithoutPassword,
         default=os.environ.get("BATON_REDIS_URL"),
-        help="a Redis that should answer; with a password: BATON_REDIS_URL",
+        help="Redis to check; for a URL with a password use BATON_REDIS_URL",
     )
     parser.add_argument(
-        "--ports", type=_ports, default=(50051, 8000), help="ports that should be free (50051,8000)"
+        "--ports",
+        type=_ports,
+        default=(50051, 8000),
+        help="ports that should be free (50051,8000)",
     )
 
 
@@ -211,7 +223,9 @@ def _ports(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(port) for port in text.split(","))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} are no ports, as 50051,8000 are") from error
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of ports, such as 50051,8000"
+        ) from error
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -221,7 +235,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _add_fsck(commands: _Commands) -> None:
-    parser = _add(commands, "fsck", _fsck, "do all nodes of a cluster agree on who holds what?")
+    parser = _add(
+        commands,
+        "fsck",
+        _fsck,
+        "check that all nodes of a cluster agree on KV blocks, requests and transfers",
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     flags.add_flags(parser, ClusterConfig)
 
@@ -235,9 +254,9 @@ def _fsck(arguments: argparse.Namespace) -> int:
 
 
 def _add_index(commands: _Commands) -> None:
-    parser = _add(commands, "index", _index, "which engine has what cached, by tenant and tier?")
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
-    parser.add_argument("--api-keys", help="the gateways' key file: tenants by their names")
+    parser = _add(commands, "index", _index, "show what each engine has cached, by tenant and tier")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--api-keys", help="key file of the gateways; shows the names of tenants")
     flags.add_flags(parser, ClusterConfig)
 
 
@@ -252,18 +271,29 @@ def _index(arguments: argparse.Namespace) -> int:
 
 
 def _add_keys(commands: _Commands) -> None:
-    parser = _add(commands, "keys", _keys, "make API keys: draw one, file its hash, print it once")
-    parser.add_argument("action", choices=("add",), help="what to do")
-    parser.add_argument("file", help="the key file, made if it is not there; for --api-keys")
-    parser.add_argument("--tenant", required=True, help="whose key: 1 to 64 of A-Z a-z 0-9 _ . -")
-    parser.add_argument(
-        "--scopes", type=_names, default=("infer",), help="of infer, metrics, admin (infer)"
+    parser = _add(
+        commands, "keys", _keys, "make an API key: store its hash in a file and print the key once"
     )
-    parser.add_argument("--models", type=_names, help="names the tenant may ask for; default: all")
+    parser.add_argument("action", choices=("add",), help="what to do")
+    parser.add_argument("file", help="the key file of --api-keys; created if it does not exist")
+    parser.add_argument(
+        "--tenant", required=True, help="tenant of the key: 1 to 64 of A-Z a-z 0-9 _ . -"
+    )
+    parser.add_argument(
+        "--scopes",
+        type=_names,
+        default=("infer",),
+        help="any of infer, metrics, admin, separated by commas (infer)",
+    )
+    parser.add_argument(
+        "--models",
+        type=_names,
+        help="model names that the tenant may use, separated by commas; default: all",
+    )
     for limit, unit in (
         ("requests-per-minute", "requests"),
         ("tokens-per-minute", "prompt and output tokens"),
-        ("max-concurrent-requests", "requests at once"),
+        ("max-concurrent-requests", "requests in flight"),
     ):
         parser.add_argument(f"--{limit}", type=int, help=f"limit of the tenant: {unit}")
 
@@ -294,13 +324,18 @@ def _keys(arguments: argparse.Namespace) -> int:
 
 def _add_certs(commands: _Commands) -> None:
     parser = _add(
-        commands, "certs", _certs, "make a CA and certificates of all roles, to try TLS with"
+        commands, "certs", _certs, "make a CA and certificates of all roles, for trying TLS"
     )
-    parser.add_argument("folder", help="where to; for `baton up --certs`")
+    parser.add_argument("folder", help="folder to write to; for `baton up --certs`")
     parser.add_argument(
-        "--hosts", type=_names, default=(), help="further names and addresses of the gateway"
+        "--hosts",
+        type=_names,
+        default=(),
+        help="further names and addresses of the gateway, separated by commas",
     )
-    parser.add_argument("--days", type=int, default=90, help="how long they hold (90)")
+    parser.add_argument(
+        "--days", type=int, default=90, help="days that the certificates are valid (90)"
+    )
 
 
 def _certs(arguments: argparse.Namespace) -> int:

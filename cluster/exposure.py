@@ -48,13 +48,13 @@ def check_secret(who: str, cluster: ClusterConfig) -> None:
     if not secrets:
         open_to = "writes to its Redis" if cluster.cluster_ca else "reaches its Redis or a port"
         log.warning(
-            "INSECURE: this %s has no cluster secret: whoever %s can pass for a part of the "
-            "cluster; set BATON_CLUSTER_SECRET",
+            "INSECURE: this %s has no cluster secret: anyone who %s can impersonate a part of "
+            "the cluster; set BATON_CLUSTER_SECRET",
             *(who, open_to),
         )
     elif min(map(len, secrets)) < MIN_SECRET_CHARS:
         log.warning(
-            "INSECURE: the cluster secret has fewer than %d characters: who records a handshake "
-            "can guess it; `openssl rand -hex 16` draws a good one",
+            "INSECURE: the cluster secret has fewer than %d characters: anyone who records a "
+            "handshake can guess it; `openssl rand -hex 16` makes a good one",
             MIN_SECRET_CHARS,
         )

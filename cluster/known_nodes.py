@@ -215,7 +215,7 @@ async def dial(
     await call.write(message(handshake=ours.opening))
     await call.write(message(handshake=ours.answer(await _read(call))))
     if await _read(call) != ACCEPTED:
-        raise Unauthenticated("the listener did not accept us")
+        raise Unauthenticated("the listener rejected the handshake")
 
 
 async def _read(call: Any) -> bytes:
@@ -242,7 +242,7 @@ async def ask_members(secret: ClusterSecret, tls: ClusterTls | None, node: Node)
         except grpc.aio.AioRpcError as error:
             raise NodeLost(error.details() or error.code().name) from error
         except asyncio.InvalidStateError as error:  # raised by a write to a call that has ended
-            raise NodeLost("the call ended within the handshake") from error
+            raise NodeLost("the call ended during the handshake") from error
         finally:
             call.cancel()
     if not isinstance(answer, node_pb2.GetMembersResponse):

@@ -79,5 +79,5 @@ class RedisLease:
             if self.epoch is not None:
                 await self._redis.run(("EVAL", _LEAVE, 1, self._keys[0], self._holder))
         except RedisAway as error:
-            log.debug("leaving the lease: %s", error)
+            log.debug("releasing the lease: %s", error)
         self._until_s = 0.0

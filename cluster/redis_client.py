@@ -176,7 +176,7 @@ async def answering_redis(
     except RedisAway as error:
         raise StartupFailed(
             f"Redis does not answer: {error}",
-            hint="start it, or mend --redis-url (`baton up` without one has a Redis of its own)",
+            hint="start it, or correct --redis-url (`baton up` without one has a Redis of its own)",
         ) from error
     finally:
         await client.close()

@@ -48,7 +48,7 @@ class _View:
         if known is not None and entry.sequence < known.sequence:
             raise BadEntry("superseded")
         if known is None and len(self.entries) >= _MAX_MEMBERS:
-            raise BadEntry("one member too many")
+            raise BadEntry("too many members")
         self.entries[incarnation] = entry
 
     def forget_old(self, now_ms: int) -> None:
@@ -205,7 +205,7 @@ class RedisDirectory:
         if not isinstance(value, bytes):  # GETRANGE of a key that is not a string
             raise BadEntry(f"not a string: {value}")
         if pttl == _NO_TTL:
-            raise BadEntry("without a TTL, which every announcer gives")
+            raise BadEntry("without a TTL, which every announcement has")
         entry = decode_entry(value, self._secret)
         if entry.member.incarnation != incarnation:
             raise BadEntry("under another member's key")
@@ -216,7 +216,7 @@ class RedisDirectory:
         """Warn only at the first one: a writer to Redis could fill the log."""
         if not self.num_bad_entries:
             log.warning(
-                "skipped the entry of %s in Redis: %s; has its process another "
+                "skipped the entry of %s in Redis: %s; does its process have another "
                 "BATON_CLUSTER_SECRET? further ones are not logged: `baton fsck` counts them",
                 *(incarnation, error),
             )
@@ -224,12 +224,14 @@ class RedisDirectory:
 
     def _note_away(self, error: BaseException) -> None:
         if not self.is_away:
-            known = "going on with the last known membership"
+            known = "using the last known membership"
             unknown = "waiting for it (is --redis-url right?)"
-            log.warning("Redis is away (%s); %s", error, known if self._has_answered else unknown)
+            log.warning(
+                "Redis is unreachable (%s); %s", error, known if self._has_answered else unknown
+            )
         self.is_away = True
 
     def _note_back(self) -> None:
         if self.is_away:
-            log.warning("Redis is back")
+            log.warning("Redis is reachable again")
         self.is_away, self._has_answered = False, True

@@ -92,7 +92,7 @@ class CertificateFiles:
             self._certificate = self._load()
         except (OSError, ValueError) as error:
             raise StartupFailed(
-                f"{what}: {_reason(error)}", hint="for a try, `baton certs DIR` makes a set"
+                f"{what}: {_reason(error)}", hint="to try TLS, `baton certs DIR` makes a set"
             ) from error
 
     def current(self) -> Certificate:
@@ -102,9 +102,9 @@ class CertificateFiles:
                 self._valid_from_s = math.inf
                 try:
                     self._certificate = self._load()
-                    log.info("%s: read anew", self._what)
+                    log.info("%s: reloaded", self._what)
                 except (OSError, ValueError) as error:
-                    log.error("%s: %s; the one before stays", self._what, _reason(error))
+                    log.error("%s: %s; the previous one stays in use", self._what, _reason(error))
                     if isinstance(error, _NotYetValid):
                         self._valid_from_s = error.from_s
                     elif not isinstance(error, ssl.SSLError | ValueError):
@@ -254,7 +254,7 @@ def _load(chain: Path, key: Path, ca: Path | None = None, *, now_s: float) -> Ce
     if ca is not None:
         ssl.create_default_context(cafile=ca)
     if _read(chain, key, ca) != read:  # else the context may not match the bytes
-        raise ValueError(f"{chain} and what belongs to it are just being written")
+        raise ValueError(f"{chain} and its other files are being written")
     return replace(certificate, ends_s=_ends(certificate, chain, ca, now_s))
 
 
@@ -306,7 +306,7 @@ def _configuration(certificate: Certificate) -> Any:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return f"certificate and key are no pair, or not PEM ({error.reason})"
+        return f"certificate and key do not match, or are not PEM ({error.reason})"
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}"
     return str(error)

@@ -102,7 +102,7 @@ class Grammars:
         if importlib.util.find_spec("llguidance") is None:
             return f"structured output is not installed: {_INSTALL}"
         if not self._path.is_file():
-            return "structured output needs the model's tokenizer.json, which is not there"
+            return "structured output needs the model's tokenizer.json, which is missing"
         if not self._eos_token_ids:
             return "structured output needs an end of sequence token, and the model has none"
         return None
@@ -131,7 +131,7 @@ class Grammars:
 
         num_bytes = len(constraint.source.encode())
         if num_bytes > MAX_SOURCE_BYTES:
-            raise _invalid(f"it has {num_bytes} bytes; at most {MAX_SOURCE_BYTES} are taken")
+            raise _invalid(f"it has {num_bytes} bytes; at most {MAX_SOURCE_BYTES} are accepted")
         try:
             count_remainders(constraint)
             text = grammar_text(constraint)
@@ -181,7 +181,7 @@ def accept(matcher: LLMatcher, token_ids: Sequence[int]) -> None:
 
 def cannot_go_on(matcher: LLMatcher) -> InvalidRequest:
     """The error of a request whose matcher has failed."""
-    return _invalid(f"no output can follow it further: {_reason(matcher)}")
+    return _invalid(f"the output cannot match it any further: {_reason(matcher)}")
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -40,7 +40,7 @@ def check_references(schema: Any) -> None:
                 is_open[id(current)] = False
             elif isinstance(current, dict) and (found := is_open.get(id(current))) is not False:
                 if found:
-                    raise BadReference("has a $ref loop: it leads back to itself at once")
+                    raise BadReference("has a $ref loop: it refers to itself directly")
                 is_open[id(current)] = True
                 pending.append((current, True))
                 pending += [(inner, False) for inner in _of_same_value(current)]
@@ -73,7 +73,7 @@ def target_of(schema: Any, reference: Any) -> Any:
     """The part of `schema` that a JSON pointer (RFC 6901) in a URI's fragment names."""
     if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
         shown = str(reference)[:_MAX_SHOWN]
-        raise BadReference(f"refers to {shown!r}, which is no part of it, as #/... would be")
+        raise BadReference(f"refers to {shown!r}, which is not a part of it, such as #/...")
     target = schema
     for part in reference.split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")

@@ -19,21 +19,22 @@ class ClusterConfig:
 
     redis_url: str = flag(
         "redis://127.0.0.1:6379/0",
-        "membership and prefix index; redis+spawn:// starts a private server; with a password: "
-        "BATON_REDIS_URL",
+        "Redis for membership and the prefix index; redis+spawn:// starts a private server; for a "
+        "URL with a password use BATON_REDIS_URL",
     )
-    cluster: str = flag("default", "name of the deployment: the prefix of its Redis keys")
+    cluster: str = flag("default", "name of the deployment; prefix of its Redis keys")
     cluster_secret: str | None = flag(
-        None, "shared secret of gateways and nodes; better given as BATON_CLUSTER_SECRET"
+        None, "shared secret of gateways and nodes; prefer BATON_CLUSTER_SECRET"
     )
     cluster_secret_also: str | None = flag(
-        None, "accepted beside the secret, while it is being changed; BATON_CLUSTER_SECRET_ALSO"
+        None,
+        "second secret that is accepted too, for rotation; prefer BATON_CLUSTER_SECRET_ALSO",
     )
     cluster_ca: str | None = flag(
-        None, "CA of the cluster, PEM: with it, mutual TLS between gateways and nodes"
+        None, "CA of the cluster, PEM; enables mutual TLS between gateways and nodes"
     )
     cluster_cert: str | None = flag(None, "this process's certificate in the cluster, PEM")
-    cluster_key: str | None = flag(None, "the key of --cluster-cert, PEM")
+    cluster_key: str | None = flag(None, "private key of --cluster-cert, PEM")
 
     def __post_init__(self) -> None:
         if self.cluster_secret_also and not self.cluster_secret:
@@ -51,35 +52,41 @@ class NodeConfig:
     insecure_bind: bool = flag(
         False, "listen beyond this host without TLS or keys: the network is the boundary"
     )
-    port: int = flag(0, "gRPC port; 0, or one that is taken: a free one")
+    port: int = flag(0, "gRPC port; if it is 0 or taken, a free port is chosen")
     advertise: str | None = flag(
         None,
-        "host:port that others dial, where a port mapping or a proxy stands in between; more of "
-        "them behind commas: also answered to",
+        "host:port at which others reach this node, behind a port mapping or proxy; further "
+        "addresses, separated by commas, are accepted in handshakes",
     )
     engine_port: int = flag(
-        0, "where the node's first engine listens, the others behind it; 0: free ports"
+        0, "port of the node's first engine; the others use the next ports; 0: free ports"
     )
     advertise_engine: str | None = flag(
-        None, "as --advertise, for the first engine; the others' ports follow"
+        None, "like --advertise, for the first engine; the others have the next ports"
     )
     gpus: str | None = flag(
-        None, "GPU ids, e.g. 0,1; of baton up: those to choose from", aliases=("device-ids",)
+        None,
+        "GPU ids, e.g. 0,1; for baton up: the GPUs to choose from",
+        aliases=("device-ids",),
     )
-    num_engines: int | None = flag(None, "engines on a CPU node; default 1")
-    name: str | None = flag(None, "the node's name for people; default: role and port")
-    lease_s: float = flag(10.0, "how long finished KV waits for a puller that says nothing")
-    credit_fraction: float = flag(0.5, "share of a prefill pool that may wait to be pulled")
-    heartbeat_s: float = flag(0.25, "time between heartbeats")
-    log_json: bool = flag(False, "log JSON lines")
+    num_engines: int | None = flag(None, "number of engines on a CPU node; default: 1")
+    name: str | None = flag(None, "name of the node in logs and metrics; default: role and port")
+    lease_s: float = flag(
+        10.0, "seconds that computed KV is held for a puller that does not renew its lease"
+    )
+    credit_fraction: float = flag(
+        0.5, "largest share of a prefill engine's KV pool that may be held for pullers"
+    )
+    heartbeat_s: float = flag(0.25, "seconds between heartbeats")
+    log_json: bool = flag(False, "write logs as JSON lines")
     kv_transport: str = flag(
         "auto",
-        "how a decode engine fetches KV; auto: the best that reaches the source",
+        "transport by which decode engines pull KV; auto: the best one that reaches the source",
         choices=("auto", "shm", "cuda_ipc", "nccl", "cuda_staged", "tcp"),
     )
     kv_copy: str = flag(
         "auto",
-        "what copies over cuda_ipc: a kernel, copy engines, or which does better when measured",
+        "what copies KV over cuda_ipc: a kernel or the copy engines; auto: the faster, measured",
         choices=("auto", "kernel", "copy-engine"),
     )
 
@@ -105,7 +112,7 @@ def _check_addresses(name: str, addresses: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """The front door."""
+    """One gateway."""
 
     host: str = flag("127.0.0.1", "address to listen on")
     insecure_bind: bool = flag(
@@ -114,33 +121,34 @@ class GatewayConfig:
     grpc_port: int = flag(50051, "gRPC port; 0 takes a free one")
     http_port: int = flag(8000, "HTTP port; 0 takes a free one")
     num_gateways: int = flag(
-        1, "whole gateways that share the ports; each has its own metrics and counts its own limits"
+        1, "number of gateway processes that share the ports; metrics and limits are per process"
     )
     reuse_port: bool = flag(
-        False, "share the ports with other gateways of the same user that have this flag"
+        False, "share the ports with other gateways of the same user that also have this flag"
     )
     own_http_port: int | None = flag(
         None,
-        "a second HTTP port that is never shared, for scrapers and the dashboard; with "
-        "--num-gateways the first gateway's, the others have the next ones; default: a free one "
-        "where ports are shared, else none",
+        "a second, unshared HTTP port for metrics scrapers and the dashboard; with --num-gateways, "
+        "of the first gateway: the others use the next ports; default: a free port if the ports "
+        "are shared, else none",
     )
-    model: str = flag("demo", "model directory: the gateway reads its tokenizer only")
+    model: str = flag("demo", "model directory; the gateway reads only its tokenizer")
     served_model_name: str | None = flag(None, "name clients use; default: the directory's name")
     lora_modules: tuple[str, ...] = flag(
-        (), "LoRA adapters to serve, name=path each; engines need --enable-lora"
+        (), "LoRA adapters to serve, each as name=path; engines need --enable-lora"
     )
     skip_tokenizer_init: bool = flag(
-        False, "serve token ids alone: no text, for models without a tokenizer"
+        False, "accept and return token ids only, for models without a tokenizer"
     )
     special_tokens_in_prompts: str = flag(
         "allow",
-        "a special token's text in a prompt that is no chat: the token, or an error",
+        "text of special tokens in a prompt (not a chat): allow encodes it as the token, refuse "
+        "returns an error",
         choices=("allow", "refuse"),
     )
     tool_call_parser: str = flag(
         "auto",
-        "how the model writes tool calls; auto: by its chat template",
+        "format of the model's tool calls; auto: from its chat template",
         choices=(
             *("auto", "deepseek_v3", "deepseek_v31", "hermes", "kimi_k2", "llama3_json"),
             *("mistral", "pythonic", "qwen3_coder"),
@@ -148,74 +156,87 @@ class GatewayConfig:
     )
     reasoning_parser: str = flag(
         "auto",
-        "how the model marks its reasoning; auto: by its chat template; none: it is text as other",
+        "format of the model's reasoning; auto: from its chat template; none: reasoning is normal "
+        "text",
         choices=(
             *("auto", "none", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2"),
             *("mistral", "qwen3", "seed_oss"),
         ),
     )
     response_store_mib: int = flag(
-        64, "memory for conversations of /v1/responses (previous_response_id); 0: none is kept"
+        64,
+        "MiB of memory for stored conversations of /v1/responses (previous_response_id); 0: "
+        "none are stored",
     )
-    response_store_s: float = flag(3600.0, "how long each of them is kept at most")
-    max_num_requests: int = flag(1024, "most requests in flight; more get RESOURCE_EXHAUSTED")
+    response_store_s: float = flag(3600.0, "seconds that a stored conversation is kept at most")
+    max_num_requests: int = flag(
+        1024, "most requests in flight; further ones get RESOURCE_EXHAUSTED"
+    )
     max_queue_s: float | None = flag(
         None,
-        "refuse what would wait longer than this for its prefill; default: only what would wait "
-        "past its deadline",
+        "reject requests whose wait for prefill, estimated or actual, exceeds this many seconds; "
+        "default: only those that would wait past their deadline",
     )
-    max_request_s: float = flag(600.0, "longest deadline, and that of requests without one")
+    max_request_s: float = flag(600.0, "longest deadline of a request in seconds, and the default")
     shutdown_timeout_s: float = flag(
         5.0,
-        "how long requests in flight may take to end at SIGTERM or Ctrl-C; a second one ends them",
+        "seconds that requests in flight have to finish after SIGTERM or Ctrl-C; a second signal "
+        "ends them",
         aliases=("shutdown-timeout",),
     )
-    heartbeat_timeout_s: float = flag(1.2, "a node silent for so long is taken for lost")
-    max_attempts: int = flag(3, "dispatches of one request before its error reaches the client")
+    heartbeat_timeout_s: float = flag(
+        1.2, "a node without a heartbeat for this many seconds counts as lost"
+    )
+    max_attempts: int = flag(
+        3, "most attempts of a request before its error is returned to the client"
+    )
     recovery_wait_s: float = flag(
-        10.0, "how long a request waits for a node where none is left; a restart takes seconds"
+        10.0, "seconds that a request waits for a node when none is left; a restart takes seconds"
     )
     api_keys: str | None = flag(
-        None, "file of API keys (`baton keys add`): callers must show one of them"
+        None, "file of API keys (see `baton keys add`); callers must send one of them"
     )
     tls_cert: str | None = flag(None, "certificate chain for HTTPS and gRPC over TLS, PEM")
-    tls_key: str | None = flag(None, "the key of --tls-cert, PEM")
+    tls_key: str | None = flag(None, "private key of --tls-cert, PEM")
     allowed_hosts: str = flag(
-        "", "further names in HTTP's Host that are ours, e.g. llm.example.com,gateway; *: any"
+        "", "further accepted names in the HTTP Host header, e.g. llm.example.com,gateway; *: any"
     )
     share_prefix_across_tenants: bool = flag(
-        False, "tenants of API keys may hit each other's cached prefixes"
+        False, "let the tenants of API keys share cached prefixes"
     )
     metrics_prefix: str = flag(
-        "baton", "prefix of the metrics' names; vllm: as vLLM's own, for boards made for it"
+        "baton", "prefix of metric names; vllm: the names of vLLM, for dashboards made for it"
     )
     routing_policy: str = flag(
         "auto",
-        "how engines are chosen; auto: by the least estimated time; others to compare it with",
+        "how engines are chosen; auto: least estimated time; the others are for comparison",
         choices=("auto", "least_loaded", "round_robin", "random", "session_affinity"),
     )
     move_promises: bool = flag(
         True,
-        "let the gateway that has the lease on Redis move promises between the engines that began "
-        "with one, as the mix of prompts and outputs changes",
+        "let the gateway that holds the Redis lease move TBT promises between the engines that "
+        "were started with one, as the mix of prompts and outputs changes",
     )
     move_requests: bool = flag(
         True,
-        "move running requests from an engine whose decodes alone take longer than its promise to "
-        "one that keeps its own with them",
+        "move running requests from an engine whose decodes alone exceed its TBT promise to an "
+        "engine that can take them and keep its own",
     )
     slo_ttft_s: float = flag(
-        0.5, "TTFT of a call that slo_good_requests_total counts, and for which promises move"
+        0.5,
+        "TTFT target in seconds, for slo_good_requests_total and for moving promises",
     )
-    slo_tbt_s: float = flag(0.05, "longest gap between tokens of such a call")
+    slo_tbt_s: float = flag(
+        0.05, "target for the longest gap between tokens in seconds, for slo_good_requests_total"
+    )
     otlp_traces_endpoint: str | None = flag(
-        None, "OTLP collector over HTTP for traces of calls, e.g. http://127.0.0.1:4318"
+        None, "OTLP/HTTP collector for traces of calls, e.g. http://127.0.0.1:4318"
     )
-    otlp_traces_ratio: float = flag(
-        1.0, "share of calls to trace, of those that bring no trace of their own"
+    otlp_traces_ratio: float = flag(1.0, "share of the calls without a traceparent that are traced")
+    log_json: bool = flag(False, "write logs as JSON lines, with one line per ended call")
+    log_prompts: bool = flag(
+        False, "include prompts in the log lines of calls; they may be confidential"
     )
-    log_json: bool = flag(False, "log JSON lines, with one for each call that is over")
-    log_prompts: bool = flag(False, "with the calls' lines, their prompts: mind who reads logs")
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*:?", self.metrics_prefix):
@@ -238,26 +259,29 @@ class UpConfig:
     """A whole deployment on one host."""
 
     prefill_gpus: str | None = flag(
-        None, "GPU ids of the prefill node, e.g. 0,1; default: half of them, or what is left"
+        None, "GPU ids of the prefill node, e.g. 0,1; default: half of the GPUs, or the rest"
     )
     decode_gpus: str | None = flag(
-        None, "GPU ids of the decode node, e.g. 2,3; default: half of them, or what is left"
+        None, "GPU ids of the decode node, e.g. 2,3; default: half of the GPUs, or the rest"
     )
     mode: str = flag(
         "auto",
-        "disaggregated: prefill engines hand all KV to decode engines; aggregated: every engine "
-        "does both; auto: both roles, and each request where it is done first",
+        "disaggregated: prefill engines hand all requests off to decode engines; aggregated: every "
+        "engine does both; auto: both roles, and each request runs where it is estimated to finish "
+        "first",
         choices=("disaggregated", "aggregated", "auto"),
     )
-    num_prefill_nodes: int = flag(1, "prefill nodes on a CPU")
-    num_decode_nodes: int = flag(1, "decode nodes on a CPU")
+    num_prefill_nodes: int = flag(1, "number of prefill nodes on a CPU")
+    num_decode_nodes: int = flag(1, "number of decode nodes on a CPU")
     redis_url: str = flag(
         "redis+spawn://",
-        "Redis to use; redis+spawn:// starts a private one; with a password: BATON_REDIS_URL",
+        "Redis to use; redis+spawn:// starts a private server; for a URL with a password use "
+        "BATON_REDIS_URL",
     )
-    start_timeout_s: float = flag(300.0, "how long all parts may take to become ready")
+    start_timeout_s: float = flag(300.0, "seconds that all processes have to become ready")
     certs: str | None = flag(
-        None, "folder of `baton certs`: TLS in front, mutual TLS between the parts"
+        None,
+        "folder made by `baton certs`: TLS for clients, mutual TLS between the processes",
     )
 
     def __post_init__(self) -> None:

@@ -29,121 +29,126 @@ class EngineConfig:
     device: str = flag("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
     dtype: str = flag(
         "auto",
-        "auto: float32 on a CPU, the checkpoint's on a GPU",
+        "compute type; auto: float32 on a CPU, the checkpoint's type on a GPU",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "auto: as the model computes; fp8 (e4m3) and int8 take half of bfloat16's memory and time "
-        "to read, with a scale for each token and head",
+        "type of the KV cache; auto: the model's compute type; fp8 (e4m3) and int8 need half of "
+        "bfloat16's memory and read time, with a scale per token and head",
         choices=("auto", "fp8", "int8"),
     )
     load_format: str = flag(
         "auto",
-        "dummy: random weights from config.json alone",
+        "source of the weights; dummy: random weights, only config.json is read",
         choices=("auto", "safetensors", "dummy"),
     )
     quantization: str | None = flag(
         None,
-        "fp8, int4: quantise the weights of projections as they are loaded; a checkpoint that is "
-        "quantised needs no flag",
+        "quantise projection weights to fp8 or int4 while loading; not needed for checkpoints that "
+        "are already quantised",
         choices=("fp8", "int4"),
     )
     seed: int = flag(0, "seed of dummy weights")
     tensor_parallel_size: int = flag(
-        1, "GPUs that each layer of an engine is spread over", aliases=("tp",)
+        1, "number of GPUs that each layer is split over", aliases=("tp",)
     )
     pipeline_parallel_size: int = flag(
         1,
-        "stages of an engine, each with some of the layers on --tensor-parallel-size GPUs of its "
-        "own",
+        "number of pipeline stages; each has some of the layers and --tensor-parallel-size GPUs",
         aliases=("pp",),
     )
     pp_balance: str | None = flag(
         None,
-        "what stages are made equally long for: prompts, of which only the last token needs the "
-        "LM head, or decodes; default: prompts on a prefill node, unless it decodes too",
+        "balance the stages' times for prompts (only the last token needs the LM head) or for "
+        "decodes; default: prefill on a prefill node that does not also decode, else decode",
         choices=("prefill", "decode"),
     )
-    nnodes: int = flag(1, "hosts of an engine, each with as many of its stages")
+    nnodes: int = flag(1, "number of hosts of one engine; each has the same number of stages")
     node_rank: int = flag(
-        0, "which of --nnodes this host is; on the first one the engine listens for the others"
+        0, "index of this host among --nnodes, from 0; host 0 listens for the others"
     )
-    master_addr: str | None = flag(None, "address of the first of --nnodes, as the others dial it")
-    master_port: int = flag(29501, "port of --master-addr")
+    master_addr: str | None = flag(None, "address at which the other hosts reach host 0")
+    master_port: int = flag(29501, "port at --master-addr")
     rank_timeout_s: float = flag(
-        20.0, "a GPU's process that takes no step for so long is taken for hung"
+        20.0, "a rank that finishes no pending step for this many seconds counts as hung"
     )
     rank_start_timeout_s: float = flag(
-        240.0, "a GPU's process that starts, and comes no further for so long, is taken for hung"
+        240.0, "a starting rank that makes no progress for this many seconds counts as hung"
     )
     max_model_len: int | None = flag(
-        None, "longest prompt + output in tokens; default: the model's", aliases=("context-length",)
+        None,
+        "most tokens of prompt and output together; default: the model's limit",
+        aliases=("context-length",),
     )
     block_size: int | None = flag(
-        None, "tokens per KV block; default: 16, or 32 with KV in 8 bits, which begin a cache line"
+        None, "tokens per KV block, a power of two; default: 16, or 32 with an 8-bit KV cache"
     )
-    num_kv_blocks: int | None = flag(None, "size of the KV pool in blocks; default: by memory")
-    cpu_kv_bytes: int = flag(256 << 20, "KV pool on a CPU in bytes")
+    num_kv_blocks: int | None = flag(
+        None, "size of the KV pool in blocks; default: what fits in memory"
+    )
+    cpu_kv_bytes: int = flag(256 << 20, "size of the KV pool on a CPU in bytes")
     swap_space: float | None = flag(
         None,
-        "GiB of host memory for each GPU: KV blocks that leave its pool go there and come back, "
-        "those of preempted requests too; 0: none; default: 4 on a GPU, 0 on a CPU",
+        "GiB of host memory per GPU for KV blocks that are evicted from its pool, also those of "
+        "preempted requests; 0: disabled; default: 4 on a GPU, 0 on a CPU",
     )
     kv_disk_path: str | None = flag(
         None,
-        "directory of a disk that KV blocks go to when they leave the host memory of --swap-space; "
-        "default: none",
+        "directory for KV blocks that are evicted from the host memory of --swap-space; default: "
+        "no disk tier",
     )
-    kv_disk_space: float = flag(64.0, "GiB that an engine takes of --kv-disk-path")
+    kv_disk_space: float = flag(64.0, "most GiB that one engine uses in --kv-disk-path")
     gpu_memory_utilization: float = flag(
         0.9,
-        "share of GPU memory for this engine: weights, KV, work",
+        "share of GPU memory for the engine: weights, KV cache and workspace",
         aliases=("mem-fraction-static",),
     )
     max_num_seqs: int | None = flag(
-        None, "most requests in one step; default: by the KV pool's size, 16 to 512"
+        None, "most sequences in one step; default: 16 to 512, by the size of the KV pool"
     )
     max_num_batched_tokens: int = flag(
         2048,
-        "most tokens in one step; longer prompts are chunked, but an end may take a sixteenth more",
+        "most tokens in one step; longer prompts are chunked; a prompt's last chunk may exceed it "
+        "by 1/16",
     )
     prefill_chunk_tokens: int | None = flag(
         None,
-        "most tokens of a prompt in one step on a prefill node's GPU; of a longer one half of "
-        "--max-num-batched-tokens stay for the last; default: 8192, unless that flag is set",
+        "most tokens of a single prompt in one step, on a prefill node's GPU; longer prompts leave "
+        "half of --max-num-batched-tokens for their last step; default: 8192, unless "
+        "--max-num-batched-tokens is set",
     )
     tbt_target_ms: float | None = flag(
         None,
-        "promise to running requests: a step takes no longer, if prompts can be cut for it; an "
-        "engine with a promise takes whole requests, whatever its role; default: none",
+        "promised TBT: prompts are chunked so that steps with decodes take at most this many ms; "
+        "an engine with a promise serves whole requests, whatever its role; default: no promise",
     )
     mixed_graph_tokens: int = flag(
         1024,
-        "on a GPU: most prompt tokens beside decodes in a step that is replayed from a CUDA graph, "
-        "64 to 1024; 0: such steps are launched kernel by kernel",
+        "on a GPU: most prompt tokens in a mixed step (prompts and decodes) that runs as a CUDA "
+        "graph, 64 to 1024; 0: mixed steps run without CUDA graphs",
     )
     enable_expert_parallel: bool = flag(
         False,
-        "of a mixture of experts each of the --tensor-parallel-size ranks has some experts whole; "
-        "else a part of every one",
+        "divide a mixture's experts over the --tensor-parallel-size ranks, instead of splitting "
+        "every expert",
     )
-    enable_prefix_caching: bool = flag(True, "reuse KV of equal prefixes")
-    enable_lora: bool = flag(False, "serve LoRA adapters beside the model")
-    max_loras: int = flag(1, "LoRA adapters that requests are computed with at once")
+    enable_prefix_caching: bool = flag(True, "reuse the KV of common prefixes")
+    enable_lora: bool = flag(False, "serve LoRA adapters in addition to the model")
+    max_loras: int = flag(1, "most LoRA adapters in one step")
     max_lora_rank: int = flag(16, "largest rank of a LoRA adapter, 1 to 512")
     max_cpu_loras: int | None = flag(
-        None, "LoRA adapters kept in host memory; default: 2 x --max-loras"
+        None, "most LoRA adapters in host memory; default: 2 x --max-loras"
     )
     attention_backend: str = flag(
-        "auto", "prefill attention kernels", choices=("auto", "torch", "triton", "flashinfer")
+        "auto", "kernels of prefill attention", choices=("auto", "torch", "triton", "flashinfer")
     )
     speculative_config: str | None = flag(
         None,
-        "JSON: how decodes are speculated, e.g. "
-        '{"method": "ngram", "num_speculative_tokens": 4}; default: not at all',
+        "speculative decoding, as JSON, e.g. "
+        '{"method": "ngram", "num_speculative_tokens": 4}; default: disabled',
     )
-    num_threads: int | None = flag(None, "CPU threads of an engine; default: 1")
+    num_threads: int | None = flag(None, "CPU threads per engine; default: 1")
 
     def __post_init__(self) -> None:
         for name in (

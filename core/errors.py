@@ -116,7 +116,7 @@ class Unavailable(BatonError, code="unavailable", grpc="UNAVAILABLE", http=503, 
     """No node can take the request now."""
 
 
-class NodeLost(Unavailable, code="node_lost", public_text="a node was lost under the request"):
+class NodeLost(Unavailable, code="node_lost", public_text="a node was lost during the request"):
     """A node that processed the request was lost; the gateway retries."""
 
 
@@ -146,7 +146,7 @@ class HandoffFailed(
     grpc="UNAVAILABLE",
     http=503,
     is_retryable=True,
-    public_text="the KV cache could not be handed over",
+    public_text="the KV cache could not be transferred",
 ):
     """The KV could not be transferred from source to puller; the gateway retries elsewhere."""
 
@@ -173,7 +173,7 @@ class EngineFailed(
     BatonError,
     code="engine_failed",
     is_retryable=True,
-    public_text="an engine failed under the request",
+    public_text="an engine failed during the request",
 ):
     """The engine process ended or raised: no further token of the request can be trusted. Its
     supervisor restarts it."""
@@ -184,7 +184,7 @@ class HostLost(
     code="host_lost",
     grpc="UNAVAILABLE",
     http=503,
-    public_text="a host of an engine was lost under the request",
+    public_text="a host of an engine was lost during the request",
 ):
     """The engine ended because another of its hosts is unreachable: no request is the cause."""
 

@@ -30,7 +30,9 @@ def resolve_model_dir(name: str) -> Path:
             hint="--model takes a Hugging Face model directory with config.json and *.safetensors",
         )
     if path.exists():
-        raise StartupFailed(f"{path} is a file", hint="--model takes the directory it lies in")
+        raise StartupFailed(
+            f"{path} is a file", hint="--model takes the directory that contains it"
+        )
     raise StartupFailed(f"there is no model directory {path}", hint=_hint_for_missing(name))
 
 
@@ -52,7 +54,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise StartupFailed(f"cannot read {path}: {error}") from error
     if not isinstance(value, dict):
-        raise StartupFailed(f"{path} holds no JSON object")
+        raise StartupFailed(f"{path} has no JSON object")
     return value
 
 

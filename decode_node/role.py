@@ -59,7 +59,7 @@ class DecodeRole(EngineRole[_Intent]):
     def _open_handoff(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
         self._engine.limits.check(entry.request)
         if any(sample.key in self._handoffs for sample in samples):
-            raise InvalidRequest(f"request {entry.key} waits for its KV already")
+            raise InvalidRequest(f"request {entry.key} already waits for its KV")
         request, limits = entry.request, self._engine.limits
         hashes = self._engine.block_hashes(request)
         intent = _Intent(ticket, samples, hashes)
@@ -147,7 +147,7 @@ class DecodeRole(EngineRole[_Intent]):
         """Raises HandoffFailed if the source's state is invalid."""
         first, *forks = samples
         if not self._requests.knows(_token_ids_of(state)):
-            raise HandoffFailed("the source sampled what is no token of the vocabulary")
+            raise HandoffFailed("the source sampled a token outside the vocabulary")
         self._engine.lacks_drafts(reservation, state.first_undrafted)
         if first.sampling.use_beam_search:
             if state.first is None:

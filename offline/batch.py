@@ -133,9 +133,9 @@ class _Run:
                         return line.result(status, body.get("id", ""), body)
                     said = (await response.text())[:_SAID_CHARS]
             except (aiohttp.ClientError, ValueError, AttributeError, OSError) as error:
-                whom = self._batch.url or "the engine here"
+                whom = self._batch.url or "the local engine"
                 why = getattr(error, "strerror", None) or error  # shorter than aiohttp's message
-                raise Unavailable(f"no answer of {whom}: {why}") from error
+                raise Unavailable(f"no answer from {whom}: {why}") from error
             if status in _REFUSED or number == _MAX_TRIES:
                 break
             await asyncio.sleep(min(float(wait) if wait.isdecimal() else 1.0, _MAX_RETRY_S))

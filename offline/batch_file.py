@@ -79,7 +79,7 @@ def check_ids(path: Path) -> int:
         if line.custom_id is not None and first.setdefault(line.key, line.number) != line.number:
             raise StartupFailed(
                 f"custom_id {line.custom_id!r} is on lines {first[line.key]} and {line.number}",
-                hint="results are told apart by it: give each line its own",
+                hint="it identifies results: give each line its own",
             )
     return num_lines
 

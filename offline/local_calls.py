@@ -128,7 +128,7 @@ class LocalCalls:
     ) -> LocalCalls:
         """Load the tokenizer, and the model on all ranks; raises StartupFailed."""
         if engine.tbt_target_ms is not None:
-            raise StartupFailed("tbt_target_ms: without a server nobody waits between two tokens")
+            raise StartupFailed("tbt_target_ms has no effect without a server")
         model = ServedModel.load(front)
         try:
             return cls(LocalEngine.load(engine, report), model)
@@ -193,7 +193,7 @@ class LocalCalls:
             yield call
         finally:
             for session in sessions:
-                session.cancel(Cancelled("the call was given up"))
+                session.cancel(Cancelled("the call was abandoned"))
                 self._samples.pop(session.request_id, None)
 
     def _make_sessions(self, call: LocalCall) -> list[Session]:

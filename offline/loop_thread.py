@@ -39,7 +39,9 @@ class LoopThread:
         """
         if not self._thread.is_alive():
             work.close()
-            raise BatonError("a fork cannot use its parent's LLM: make one in this process")
+            raise BatonError(
+                "a forked process cannot use its parent's LLM: create one in this process"
+            )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

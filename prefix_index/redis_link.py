@@ -110,10 +110,10 @@ class RedisIndexLink:
 
     def _note_away(self, error: RedisAway) -> None:
         if self.is_up:
-            log.warning("the prefix index stands still, Redis is away: %s", error)
+            log.warning("the prefix index is not updated, Redis is unreachable: %s", error)
         self.is_up = False
 
     def _note_back(self) -> None:
         if not self.is_up:
-            log.warning("the prefix index goes on, Redis is back")
+            log.warning("the prefix index is updated again")
         self.is_up = True

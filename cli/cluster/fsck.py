@@ -94,7 +94,9 @@ def _entries(found: Survey) -> Iterator[Judged]:
 def _engine(engine: EngineView, living: Mapping[str, EngineView]) -> Iterator[Judged]:
     if engine.ledger is None:
         text = f"in Redis, but does not answer at {engine.address}: {engine.silence}"
-        yield Judged(problem(engine.name, text, "its entry runs out within seconds if it is dead"))
+        yield Judged(
+            problem(engine.name, text, "if it has failed, its entry expires within seconds")
+        )
         return
     if engine.member is None:
         text = f"answers at {engine.address}, but is not in Redis: no gateway finds it"
@@ -114,11 +116,11 @@ def _counts(name: str, ledger: Ledger) -> Iterator[Judged]:
         yield Judged(problem(name, f"block counts add up to {total}, not to {b.total}"))
     owned = sum(request.num_blocks for request in ledger.requests.values())
     if b.held > owned and not ledger.num_fences:
-        text = f"{b.held - owned} held blocks are no request's: leaked"
+        text = f"{b.held - owned} held blocks belong to no request: leaked"
         yield Judged(problem(name, text, "restart the node, and report it"))
     largest = max((request.num_blocks for request in ledger.requests.values()), default=0)
     if largest > b.held:
-        yield Judged(problem(name, f"a request names {largest} blocks, {b.held} are held"))
+        yield Judged(problem(name, f"a request has {largest} blocks, but {b.held} are held"))
 
 
 def _requests(name: str, ledger: Ledger) -> Iterator[Judged]:
@@ -126,8 +128,8 @@ def _requests(name: str, ledger: Ledger) -> Iterator[Judged]:
     awaited = {transfer.key for transfer in ledger.transfers.values()}
     for key, request in sorted(ledger.requests.items()):
         if request.state in ("held", "reserved") and key not in awaited:
-            text = f"request {key} is {request.state} for no transfer"
-            yield Judged(problem(name, text, "nobody will ever release it: restart the node"), True)
+            text = f"request {key} is {request.state}, but has no transfer"
+            yield Judged(problem(name, text, "it will never be released: restart the node"), True)
 
 
 def _transfers(
@@ -149,7 +151,7 @@ def _transfers(
         theirs = peer.ledger.transfers.get(transfer_id)
         is_expected = transfer.state not in (_UNASKED, _ENDING)
         if is_expected and (theirs is None or theirs.peer != engine.member.incarnation):
-            text = f"{what}: its {other} {peer.name} knows nothing of it"
+            text = f"{what}: its {other} {peer.name} has no record of it"
             yield Judged(problem(engine.name, text, "it ends with its lease"), True)
 
 
@@ -163,7 +165,9 @@ def _links(
             text = f"linked to {incarnation}, which is not in Redis or does not answer"
             yield Judged(warning(engine.name, text), True)
         elif peer.ledger is not None and engine.member.incarnation not in peer.ledger.peers:
-            yield Judged(warning(engine.name, f"linked to {peer.name}, not the other way"), True)
+            yield Judged(
+                warning(engine.name, f"linked to {peer.name}, which is not linked back"), True
+            )
 
 
 def _index(engine: EngineView, ledger: Ledger) -> Iterator[Judged]:
@@ -174,7 +178,7 @@ def _index(engine: EngineView, ledger: Ledger) -> Iterator[Judged]:
         yield Judged(warning(engine.name, text, "gateways do not see what it has cached"), True)
     elif not b.cached <= count <= b.cached + b.held:
         text = f"the index has {count} blocks of it: {b.cached} are cached, {b.held} held"
-        yield Judged(warning(engine.name, text, "gateways route by stale hints"), True)
+        yield Judged(warning(engine.name, text, "gateways route by outdated entries"), True)
 
 
 def _doubles(found: Survey) -> Iterator[Judged]:

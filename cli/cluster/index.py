@@ -66,7 +66,7 @@ async def run(cluster: ClusterConfig, key_file: str | None, *, as_json: bool) ->
         if not members:
             raise StartupFailed(
                 f"no engine of cluster {cluster.cluster!r} is listed in Redis",
-                hint="does one run, with this --redis-url, --cluster and BATON_CLUSTER_SECRET?",
+                hint="is one running with this --redis-url, --cluster and BATON_CLUSTER_SECRET?",
             )
         found = await read_listing(RedisIndexLink(redis), members, names, int(time.time()))
     print(json.dumps(dataclasses.asdict(found), indent=1) if as_json else render(found))
@@ -79,7 +79,7 @@ def tenant_names(secret: ClusterSecret, key_file: str | None) -> dict[bytes, str
         return {}
     if secret.current is None:
         raise StartupFailed(
-            "without a cluster secret each gateway draws its own tags of tenants",
+            "without a cluster secret each gateway has its own random tags of tenants",
             hint="set BATON_CLUSTER_SECRET, or leave --api-keys out",
         )
     try:
@@ -156,7 +156,5 @@ def render(found: Listing) -> str:
         ).rstrip()
         for row in rows
     ]
-    lines += [
-        f"{name}: has nothing in Redis, or something else lies there" for name in found.missing
-    ]
+    lines += [f"{name}: has no valid index in Redis" for name in found.missing]
     return "\n".join(lines)

@@ -101,7 +101,7 @@ def parse_ledger(text: str) -> Ledger:
             raise BadLedger(f"engine {raw.get('incarnation')}: {raw['error']}")
         return msgspec.convert(raw, Ledger)
     except msgspec.MsgspecError as error:
-        raise BadLedger(f"a ledger that is not understood: {error}") from error
+        raise BadLedger(f"the ledger is invalid: {error}") from error
 
 
 _CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)

@@ -129,7 +129,7 @@ class Child:
             await asyncio.wait({ended, hung}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
                 stood_s = self.watch.hung_s
-                report(self.name, f"its event loop stood still for {stood_s:g} s: killed")
+                report(self.name, f"its event loop was blocked for {stood_s:g} s: killed")
                 self.process.kill()
                 await self.process.wait()
         finally:
@@ -153,7 +153,7 @@ class Child:
             cause, after = lines[causes[-1]], "".join(lines[causes[-1] + 1 : causes[-1] + 2])
             hint = after.removeprefix(_HINT) if after.startswith(_HINT) else ""
             return StartupFailed(f"{self.name}: {cause.removeprefix(_CAUSE)}", hint=hint)
-        said = "; it said:\n  " + "\n  ".join(lines) if lines else " and said nothing more"
+        said = "; its last lines:\n  " + "\n  ".join(lines) if lines else " without a message"
         return StartupFailed(f"{self.name} ended with code {self.process.returncode}{said}")
 
     def configs_again(self) -> tuple[object, ...]:

@@ -69,7 +69,7 @@ class ChildGroup:
             num_ends = 1 if time.monotonic() - child.began_s > _WELL_S else num_ends + 1
             if self.max_ends is not None and num_ends > self.max_ends:
                 return
-            self.report(child.name, f"ended with code {child.process.returncode}: starts again")
+            self.report(child.name, f"ended with code {child.process.returncode}: restarting")
             await asyncio.sleep(min(_RESTART_S * (num_ends - 1), _RESTART_MAX_S))
             child = await self._start_again(child)
 
@@ -131,12 +131,12 @@ async def run(
         ended = asyncio.create_task(group.keep())
         await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
-            print(f"error: {ended.result()} keeps ending: given up", file=sys.stderr)
-            print("  try: its last lines above say why", file=sys.stderr)
+            print(f"error: {ended.result()} exits repeatedly: giving up", file=sys.stderr)
+            print("  try: see its last lines above", file=sys.stderr)
             return 1
         ended.cancel()
         await asyncio.wait({ended})
-        print_line("stopping: requests in flight may end; Ctrl-C again cuts them off")
+        print_line("stopping: waiting for requests in flight; Ctrl-C again ends them")
         return 0
     finally:
         await running.__aexit__(None, None, None)

@@ -191,7 +191,7 @@ class Deployment(ChildGroup):
             end = await _end_of(redis)
             if time.monotonic() - began_s > _REDIS_WELL_S:
                 delay_s = _REDIS_RESTART_S
-            self.report("redis", f"{end}: starts again, empty")
+            self.report("redis", f"{end}: restarting, empty")
             await asyncio.sleep(delay_s)
             began_s, delay_s = time.monotonic(), min(2 * delay_s, _REDIS_RESTART_MAX_S)
             try:
@@ -226,7 +226,7 @@ def _with_promise(engine: EngineConfig, up: UpConfig) -> EngineConfig:
     if up.mode != "disaggregated":
         return replace(engine, tbt_target_ms=engine.tbt_target_ms or TBT_TARGET_MS)
     if engine.tbt_target_ms is not None:
-        raise StartupFailed("--tbt-target-ms goes with --mode auto or aggregated")
+        raise StartupFailed("--tbt-target-ms needs --mode auto or aggregated")
     return engine
 
 
@@ -234,7 +234,7 @@ def _check_adapters(engine: EngineConfig, gateway: GatewayConfig) -> None:
     """Raises StartupFailed if adapters are to be served but the engines do not support them."""
     if gateway.lora_modules and not engine.enable_lora:
         raise StartupFailed(
-            "--lora-modules: the engines serve no LoRA adapters", hint="--enable-lora beside it"
+            "--lora-modules needs engines that serve LoRA adapters", hint="add --enable-lora"
         )
 
 
@@ -243,8 +243,8 @@ def _check_node(node: NodeConfig) -> None:
     for name in ("port", "engine_port", "advertise", "advertise_engine", "name"):
         if getattr(node, name):
             raise StartupFailed(
-                f"--{name.replace('_', '-')} is one node's, and here every node gets its own",
-                hint="leave it out; clients come to --http-port and --grpc-port",
+                f"--{name.replace('_', '-')} is for a single node: `baton up` sets it for each",
+                hint="leave it out; clients connect to --http-port and --grpc-port",
             )
 
 

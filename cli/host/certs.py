@@ -48,7 +48,7 @@ subjectKeyIdentifier = hash
 def run(folder: Path, hosts: Sequence[str], days: int) -> int:
     """Make all files and print how to use them; raises StartupFailed."""
     make_certificates(folder, hosts, days)
-    print(f"made in {folder}, good for {days} days: a CA, {', '.join(ROLES)}, {SERVER}")
+    print(f"made in {folder}, valid for {days} days: a CA, {', '.join(ROLES)}, {SERVER}")
     print(f"  baton up --certs {folder}")
     print(f"  baton chat --address HOST:PORT --ca-file {folder / 'ca.crt'}")
     return 0
@@ -142,5 +142,5 @@ def _alt_name(name: str) -> str:
     except ValueError:
         if _NAME.fullmatch(name):
             return f"DNS:{name}"
-    hint = "names behind commas, without ports"
+    hint = "names separated by commas, without ports"
     raise StartupFailed(f"--hosts: {name!r} is no name or address", hint=hint)

@@ -52,7 +52,7 @@ def run(subject: Subject) -> int:
         try:
             found = check(subject)
         except Exception as error:  # a broken package may raise anything: the others still count
-            found = [problem(name, f"the check broke: {type(error).__name__}: {error}")]
+            found = [problem(name, f"the check failed: {type(error).__name__}: {error}")]
         if found:
             print(render(found), flush=True)
         findings += found
@@ -76,8 +76,8 @@ def check_packages(subject: Subject) -> list[Finding]:
     try:
         lines = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
-        text = "is not installed, only lies there"
-        return [problem(_DISTRIBUTION, text, "pip install -e . beside it")]
+        text = "is importable, but not installed"
+        return [problem(_DISTRIBUTION, text, "pip install -e . in its folder")]
     return [check_requirement(line) for line in lines if "extra ==" not in line]
 
 
@@ -238,8 +238,8 @@ def check_port(port: int) -> Finding:
             probe.bind(("127.0.0.1", port))
         except (OSError, OverflowError) as error:
             ports = "another --grpc-port or --http-port (0 takes a free one)"
-            advice = f"{ports}, or stop what listens there"
-            return problem(f"port {port}", f"cannot be had: {error}", advice)
+            advice = f"{ports}, or stop the process that listens there"
+            return problem(f"port {port}", f"is not available: {error}", advice)
     return ok(f"port {port}", "free")
 
 
@@ -267,7 +267,7 @@ def check_shm(path: str) -> Finding:
     try:
         stat = os.statvfs(path)
     except OSError as error:
-        return warning(path, f"cannot be looked at: {error.strerror}", "mount a tmpfs there")
+        return warning(path, f"cannot be read: {error.strerror}", "mount a tmpfs there")
     free_bytes = stat.f_bavail * stat.f_frsize
     text = f"{free_bytes / 2**20:.0f} MiB free"
     if free_bytes < _MIN_SHM_BYTES:

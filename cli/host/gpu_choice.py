@@ -76,7 +76,7 @@ def choose_gpus(up: UpConfig, engine: EngineConfig, node: NodeConfig, host: Host
     ):
         if count > 1:
             raise StartupFailed(
-                f"{flag} {count} is for CPUs: here the GPUs say how many engines there are",
+                f"{flag} {count} is for CPUs: here the number of GPUs sets that of engines",
                 hint="--device cpu, or leave it out",
             )
     shared = sorted(set(prefill) & set(decode))
@@ -111,7 +111,7 @@ def _for_all(
             f"{engine.size_flags}, and there are {len(pool)} GPUs", hint="a smaller --tp"
         )
     names = _check_memory(set(gpus), False, engine, host)
-    why = f"--mode {up.mode}" if up.mode == "aggregated" else "there is no second engine's worth"
+    why = f"--mode {up.mode}" if up.mode == "aggregated" else "too few GPUs for a second engine"
     up = replace(up, mode="aggregated", prefill_gpus=None, decode_gpus=_text(gpus))
     return GpuChoice(up, engine, f"prefill and decode on GPU {_text(gpus)}{names}: {why}")
 
@@ -159,27 +159,31 @@ def _split(prefill: _Ids, decode: _Ids, pool: _Ids, engine: EngineConfig) -> tup
     """The GPUs of prefill and decode, and the reason."""
     size = engine.num_ranks
     if prefill and decode:
-        return prefill, decode, "as the flags say"
+        return prefill, decode, "as set by the flags"
     if prefill or decode:
         taken, flag = ("prefill", "--decode-gpus") if prefill else ("decode", "--prefill-gpus")
         free = [gpu for gpu in pool if gpu not in {*prefill, *decode}]
         rest = tuple(free[: len(free) // size * size])
         if not rest:
             raise StartupFailed(
-                f"{taken} has {_text(prefill or decode)} of GPU {_text(pool)}: what is left is no "
-                "engine",
-                hint=f"fewer for it, or {flag} to share them",
+                f"{taken} has {_text(prefill or decode)} of GPU {_text(pool)}: the rest is too "
+                "few for an engine",
+                hint=f"fewer GPUs for {taken}, or {flag} to share them",
             )
-        return prefill or rest, decode or rest, f"the flag's for {taken}, what is left for the rest"
+        return (
+            prefill or rest,
+            decode or rest,
+            f"the flag's GPUs for {taken}, the rest for the other role",
+        )
     num_engines = len(pool) // size
     if not num_engines:
         raise StartupFailed(
             f"{engine.size_flags}, and there are {len(pool)} GPUs", hint="a smaller --tp"
         )
     if num_engines == 1:
-        return pool[:size], pool[:size], "there is no second engine's worth of GPUs"
+        return pool[:size], pool[:size], "too few GPUs for a second engine"
     first, last = -(-num_engines // 2) * size, num_engines * size
-    kind = "an engine each" if size == 1 else f"{size} an engine"
+    kind = "one per engine" if size == 1 else f"{size} per engine"
     odd = ", the odd engine for prefill, which is the busier role" if num_engines % 2 else ""
     left = f"; GPU {_text(pool[last:])} is left over" if pool[last:] else ""
     return pool[:first], pool[first:last], f"{kind}{odd}{left}"
@@ -193,7 +197,7 @@ def _with_share(engine: EngineConfig, shared: Sequence[int]) -> EngineConfig:
     half = round(_USUAL_SHARE / 2, 3)
     if share != _USUAL_SHARE:
         raise StartupFailed(
-            f"prefill and decode share GPU {_text(shared)}, and each wants {share:g} of its memory",
+            f"prefill and decode share GPU {_text(shared)}, and each takes {share:g} of its memory",
             hint=f"--gpu-memory-utilization {half:g}, or GPUs of their own",
         )
     return replace(engine, gpu_memory_utilization=half)

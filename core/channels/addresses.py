@@ -46,7 +46,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     port = address.rpartition(":")[2]
     is_number = port.isascii() and port.isdigit() and len(port) <= 5
     if not is_number or int(port) >= 1 << 16:
-        raise OSError(f"{address} is no address: it has no port")
+        raise OSError(f"{address} is no address: it has no valid port")
     return host_of(address), int(port)
 
 

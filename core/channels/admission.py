@@ -102,7 +102,7 @@ def _introduce(connection: socket.socket, ours: Dialer) -> None:
         connection.sendall(ours.answer(_read(connection, CHALLENGE_BYTES, until_s)))
         refusal = read_frame(connection, until_s, MAX_REFUSAL_BYTES)
     except OSError as error:
-        raise NodeLost(f"the connection broke within the handshake: {error}") from error
+        raise NodeLost(f"the connection broke during the handshake: {error}") from error
     check_verdict(refusal)
 
 

@@ -53,7 +53,7 @@ class Channel:
             self._unsent.append(frame)
             self._flush()
             if self._num_unsent_bytes > self._max_unsent_bytes:
-                raise ChannelBroken("the other side does not read")
+                raise ChannelBroken("the other side does not read its messages")
 
     def flush(self) -> None:
         """Send buffered bytes until the socket takes no more. Raises ChannelBroken."""

@@ -127,7 +127,9 @@ class TlsContexts:
             except OSError as error:
                 if self._last is None:
                     raise
-                _log.error("%s, %s: %s; those before stay", self._chain, self._key, error)
+                _log.error(
+                    "%s, %s: %s; the previous ones stay in use", self._chain, self._key, error
+                )
             return self._last
 
     def _load(self) -> ssl.SSLContext:

@@ -63,7 +63,7 @@ class Opening:
     def unpack(cls, packed: bytes) -> Opening:
         """Raises Unauthenticated if it is no opening of this version."""
         if len(packed) != OPENING_BYTES or packed[: len(_MAGIC)] != _MAGIC:
-            raise Unauthenticated("what came is no opening of a handshake")
+            raise Unauthenticated("the message is no opening of a handshake")
         _, purpose, dialer, listener, where, key_id, nonce = _OPENING.unpack(packed)
         return cls(purpose.rstrip(b"\0"), dialer.hex(), listener.hex(), where, key_id, nonce)
 
@@ -97,7 +97,7 @@ class Dialer:
         Raises Unauthenticated if the other end does not hold the key.
         """
         if len(challenge) != CHALLENGE_BYTES:
-            raise Unauthenticated("what came is no challenge of a handshake")
+            raise Unauthenticated("the message is no challenge of a handshake")
         nonce, proof = challenge[:NONCE_BYTES], challenge[NONCE_BYTES:]
         if not hmac.compare_digest(proof, _prove(self._key, _BY_LISTENER, self.opening, nonce)):
             raise Unauthenticated("the other end does not hold the key")
@@ -128,7 +128,7 @@ class Listener:
             raise Unauthenticated("the handshake is for another address")
         key = self._key_of(opening)
         if key is None:
-            raise Unauthenticated("the handshake is for somebody else")
+            raise Unauthenticated("the handshake is for another process")
         if not hmac.compare_digest(key_id(key), opening.key_id):
             raise Unauthenticated("the other end does not hold the key")
         nonce = os.urandom(NONCE_BYTES)
@@ -139,7 +139,7 @@ class Listener:
         """The opening, which is verified now. `terms`: the data received with the answer. Raises
         Unauthenticated."""
         if self._opened is None:
-            raise Unauthenticated("an answer came before an opening")
+            raise Unauthenticated("an answer was received before an opening")
         opening, packed, nonce, key = self._opened
         self._opened = None  # one answer per challenge
         if not hmac.compare_digest(answer, _prove(key, _BY_DIALER, packed, nonce, terms)):

@@ -73,7 +73,7 @@ async def keep_running(what: str, run: Callable[[], Awaitable[None]]) -> None:
             kind = _kind_and_place(error)
             if kind not in logged:
                 logged.add(kind)
-                log.exception("%s broke, and begins again", what)
+                log.exception("%s failed and is restarted", what)
         await asyncio.sleep(AGAIN_S)
 
 

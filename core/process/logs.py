@@ -90,7 +90,7 @@ class FloodGate(logging.Filter):
         since_s, count = self._passed.get(kind, (now_s, 0))
         if now_s - since_s >= ALIKE_S:
             if count > MAX_ALIKE:
-                record.msg = f"{record.msg} ({count - MAX_ALIKE} more like this were left out)"
+                record.msg = f"{record.msg} ({count - MAX_ALIKE} more like this were suppressed)"
             since_s, count = now_s, 0
         if len(self._passed) >= _MAX_KINDS:
             self._passed.clear()

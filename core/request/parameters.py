@@ -102,7 +102,7 @@ def as_sampled(value: float, name: str, param: str) -> float:
     if math.fabs(value) >= _SMALLEST or math.isnan(value):
         return value
     if math.copysign(1.0, value) < 0:
-        raise refusal(f"{name} is -0, or too small to be told from it: write 0", param)
+        raise refusal(f"{name} is -0 or rounds to it: write 0", param)
     return 0.0
 
 

@@ -44,113 +44,118 @@ class SamplingParams:
     max_tokens: int = parameter(
         16,
         at_least(1),
-        "prompt and output fit the context",
-        absent="what is left of the context; /v1/completions: 16",
+        "most output tokens; prompt and output together must fit into the context",
+        absent="the rest of the context; /v1/completions: 16",
         over_http="/v1/chat/completions: also `max_completion_tokens`",
     )
     temperature: float = parameter(
-        1.0, number(0, 2), "0 is greedy: no filter, no chance; the lowest id of equals"
+        1.0, number(0, 2), "0 is greedy: no filters, not random; of equal logits the lowest id"
     )
     top_p: float = parameter(
         1.0,
         number(0, 1, is_open=True),
-        "keeps the likeliest tokens that together have this probability",
+        "keeps the fewest most likely tokens whose probabilities add up to this",
     )
     top_k: int | None = parameter(
-        None, LIMIT, "keeps the k likeliest, and what equals the k-th", absent="0: no limit"
+        None,
+        LIMIT,
+        "keeps the k most likely tokens, and those equal to the k-th",
+        absent="0: no limit",
     )
-    seed: int = parameter(0, SEED, "the result shows which was used", absent="drawn")
+    seed: int = parameter(0, SEED, "random seed; the result reports the one used", absent="random")
     stop: tuple[str, ...] = parameter(
-        (), stop_strings(16, 256), "ends the output in front of the first match"
+        (), stop_strings(16, 256), "strings that end the output; it stops before the first match"
     )
     stop_token_ids: tuple[int, ...] = parameter(
-        (), token_ids(256), "ends the output behind the id, whose text is left out"
+        (), token_ids(256), "token ids that end the output; the id is returned, its text is not"
     )
     ignore_eos: bool = parameter(
-        False, FLAG, "EOS does not end the output; `min_tokens` forbids it all the same"
+        False, FLAG, "EOS does not end the output; `min_tokens` still forbids it"
     )
     min_p: float = parameter(
-        0.0, number(0, 1), "drops what is less likely than this part of the likeliest"
+        0.0,
+        number(0, 1),
+        "drops tokens less likely than this fraction of the most likely one's probability",
     )
     repetition_penalty: float = parameter(
         1.0,
         number(0, 2, is_open=True),
-        "on tokens of prompt and output: logits > 0 are divided, others multiplied",
+        "for tokens of prompt and output: logits > 0 are divided by it, others multiplied",
     )
     presence_penalty: float = parameter(
-        0.0, number(-2, 2), "subtracted once from tokens of the output"
+        0.0, number(-2, 2), "subtracted once from the logit of each token that is in the output"
     )
     frequency_penalty: float = parameter(
-        0.0, number(-2, 2), "subtracted from tokens of the output, times their count"
+        0.0, number(-2, 2), "subtracted from the logit of each output token, times its count"
     )
     logit_bias: tuple[tuple[int, float], ...] = parameter(
-        (), token_biases(1024, 100), "added to the logits"
+        (), token_biases(1024, 100), "added to these tokens' logits"
     )
     allowed_token_ids: tuple[int, ...] = parameter(
         (),
         token_set(),
-        "no other can be chosen: EOS has to be among them where it shall end the output, and with "
-        "a form of the output",
+        "only these tokens can be chosen; must include EOS if EOS should end the output, and with "
+        "structured output",
         absent="all",
     )
     min_tokens: int = parameter(
         0,
         at_least(0),
-        "`max_tokens` at most: before so many tokens neither EOS nor a stop id can be chosen, "
-        "and no stop string is looked for",
+        "before this many output tokens, EOS and stop ids cannot be chosen and stop strings are "
+        "not matched; at most `max_tokens`",
     )
     logprobs: int | None = parameter(
         None,
         count(20),
-        "with each token its log-probability and so many of the likeliest",
+        "returns each token's log-probability and those of this many most likely tokens",
         over_http="/v1/chat/completions: true, and `top_logprobs`",
     )
     prompt_logprobs: int | None = parameter(
-        None, count(20), "the same for the prompt's second token and all behind it"
+        None, count(20), "the same for the prompt's tokens, from the second on"
     )
     tbt_target_ms: float = parameter(
         0.0,
         number(0, 60_000),
-        "the longest step that it shall wait for where other prompts are computed beside it: they "
-        "are cut for it, if its engine takes prompts (`baton up --mode`); half of the engine's own "
-        "at least",
-        absent="0: the engine's own",
+        "target for the longest step while this request decodes: other prompts in its steps are "
+        "chunked to keep it, if its engine has a TBT promise (see `baton up --mode`); at least "
+        "half of that promise",
+        absent="0: the engine's promise",
     )
-    speculative: bool = parameter(
-        True, FLAG, "false: none of its tokens are drafted, where its engine does that"
-    )
+    speculative: bool = parameter(True, FLAG, "false: no speculative decoding for this request")
     use_beam_search: bool = parameter(
         False,
         FLAG,
-        "the `n` best of `best_of` beams, all at the end; not with `seed`, `stop`, filters, a "
-        "temperature but 0 and 1, or a form of the output",
+        "returns the `n` best of `best_of` beams, all at the end; not with `seed`, `stop`, "
+        "filters, structured output or a temperature other than 0 and 1",
     )
     best_of: int = parameter(
         1,
         between(1, MOST_OUTPUTS),
-        "as many samples are made, the `n` likeliest are the answer, at the end; with "
-        "`use_beam_search`: how many beams there are",
+        "generates this many samples and returns the `n` most likely ones, at the end; with "
+        "`use_beam_search`: the number of beams",
         absent="`n`",
     )
     length_penalty: float = parameter(
         1.0,
         number(-10, 10),
-        "of beams: a finished one's score is divided by its length to this power",
+        "for beams: the score of a finished beam is divided by its length to this power",
     )
     early_stopping: str = parameter(
         "false",
         EARLY_STOPPING,
-        "of beams: true ends the search once `best_of` are finished, false once none is likely to "
-        "become better, `never` once none can",
+        "for beams: true ends the search once `best_of` beams are finished, false once a better "
+        "one is unlikely, `never` once a better one is impossible",
     )
     num_beam_groups: int = parameter(
-        1, between(1, MOST_OUTPUTS), "the beams are divided into so many, each a search of its own"
+        1,
+        between(1, MOST_OUTPUTS),
+        "divides the beams into this many groups, each with its own search",
     )
     diversity_penalty: float = parameter(
         0.0,
         number(0, 100),
-        "of beam groups: subtracted from a token for each beam of the groups before that has "
-        "chosen it in the same step",
+        "for beam groups: subtracted from a token's score for each beam of an earlier group that "
+        "chose the token in the same step",
     )
     constraint: Constraint | None = None
 
@@ -165,24 +170,24 @@ class RequestOptions:
     n: int = parameter(
         1,
         between(1, MOST_OUTPUTS),
-        "samples of the prompt, each with a stream and a result of its own",
+        "number of samples of the prompt; each has its own stream and result",
     )
     cache_salt: str = parameter(
         "",
         text_like("[A-Za-z0-9_.-]{1,64}", "1 to 64 of A-Z a-z 0-9 _ . -"),
-        "cached prefixes are shared with requests of the same salt alone",
+        "cached prefixes are shared only with requests that have the same salt",
     )
     include_stop_str_in_output: bool = parameter(
-        False, FLAG, "the text ends behind the stop string, or with the stop id's text"
+        False, FLAG, "the text includes the stop string, or the stop id's text"
     )
     skip_special_tokens: bool = parameter(
-        True, FLAG, "false: special tokens show in the text, those that end it excepted"
+        True, FLAG, "false: the text includes special tokens, except those that end it"
     )
     add_special_tokens: bool = parameter(
         True,
         FLAG,
-        "false: a text's prompt gets none of the tokenizer's own",
-        absent="true; of a chat: false",
+        "false: the tokenizer's special tokens are not added to a text prompt",
+        absent="true; for chats: false",
     )
 
 

@@ -83,7 +83,7 @@ def token_set() -> Kind:
         return found
 
     def check(value: Sequence[int], name: str, vocab_size: int) -> tuple[int, ...]:
-        _check_length(value, vocab_size, name, "ids, as the vocabulary has")
+        _check_length(value, vocab_size, name, "ids, the size of the vocabulary")
         check_in_vocabulary(value, vocab_size, name)
         return tuple(sorted(set(value)))
 

@@ -171,11 +171,11 @@ def _why_not_flashinfer(model: ModelConfig, placement: Placement, max_model_len:
     if not _has("flashinfer"):
         return "it is not installed"
     if placement.dtype == torch.float32:
-        return "it has no float32"
+        return "it does not support float32"
     if window := model.smallest_window(max_model_len):
         return f"it is used without sliding windows, and this model has one of {window} tokens"
     if model.head_dim not in _FLASHINFER_HEAD_DIMS:
-        return f"it has no heads of {model.head_dim} dimensions"
+        return f"it does not support heads of {model.head_dim} dimensions"
     return ""
 
 

@@ -113,7 +113,7 @@ class _Gathering:
         ended = {fd for fd, _ in poll.poll(0)}
         for rank, each in [*self._joined.items()]:
             if each.connection.fileno() in ended:
-                log.warning("rank %d on %s is gone before all have come", rank, each.host)
+                log.warning("rank %d on %s disconnected before all ranks joined", rank, each.host)
                 del self._joined[rank]
                 each.connection.close()
 
@@ -130,7 +130,7 @@ class _Gathering:
             self._join(ends[-1], opening)
         except (OSError, BatonError) as error:
             text = error.message if isinstance(error, BatonError) else str(error)
-            log.warning("who came to %s is refused: %s", self._address, text)
+            log.warning("refused a connection to %s: %s", self._address, text)
             if isinstance(error, PermissionDenied):
                 refuse(ends[-1], text)
             for end in ends:
@@ -143,14 +143,14 @@ class _Gathering:
         if refusal := refusal_of(request, self._ours):
             raise PermissionDenied(refusal)
         if request.rank not in self._ranks:
-            raise PermissionDenied(f"rank {request.rank} is none of another host")
+            raise PermissionDenied(f"rank {request.rank} does not belong to another host")
         with self._changed:
             self._drop_ended()
             if self._is_closed:
-                raise OSError("all ranks have come")
+                raise OSError("all ranks have joined")
             if request.rank in self._joined:
                 raise PermissionDenied(
-                    f"--node-rank: rank {request.rank} has come already, from "
+                    f"--node-rank: rank {request.rank} has already joined, from "
                     f"{self._joined[request.rank].host}"
                 )
             accept(connection)

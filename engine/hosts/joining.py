@@ -147,9 +147,9 @@ def read_request(connection: socket.socket, opening: Opening) -> JoinRequest:
     try:
         request = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise PermissionDenied(f"it is not understood: {error}") from error
+        raise PermissionDenied(f"its request is invalid: {error}") from error
     if id_of(request.rank) != opening.dialer:
-        raise PermissionDenied("it is another rank than it proved to be")
+        raise PermissionDenied("it is another rank than in its handshake")
     return request
 
 

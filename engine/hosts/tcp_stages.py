@@ -122,7 +122,7 @@ class TcpStages(Stages):
             time.sleep(_LAST_S)
             text = error.message if isinstance(error, BatonError) else str(error)
             rank = self._link.rank
-            raise StartupFailed(f"rank {rank} does not reach its stages: {text}") from error
+            raise StartupFailed(f"rank {rank} cannot reach its stages: {text}") from error
 
     def _accept(self, listener: socket.socket) -> socket.socket:
         """Accept the next stage and refuse other dialers. Raises OSError on timeout."""

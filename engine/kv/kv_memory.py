@@ -165,7 +165,7 @@ def choose_num_gpu_blocks(
         free_bytes -= _LATER_BYTES + max_num_seqs * _LATER_BYTES_A_SEQ
         num_blocks = max(0, min(share_bytes, free_bytes) // layout.block_bytes)
         if free_bytes < share_bytes:
-            more = "another GPU, or an end to what else is on this one (nvidia-smi)"
+            more = "another GPU, or stop other processes on this one (nvidia-smi)"
     check_num_blocks(num_blocks, layout, max_model_len, more)
     return num_blocks
 

@@ -51,10 +51,10 @@ def read_lora_config(folder: Path, max_rank: int) -> LoraConfig:
         return AdapterRefused(f"{path}: {name} {why}")
 
     if fields.get("peft_type") != "LORA":
-        raise refuse("peft_type", f"is {_shown(fields.get('peft_type'))}, served is LORA")
+        raise refuse("peft_type", f"is {_shown(fields.get('peft_type'))}, only LORA is supported")
     for name, plain in _PLAIN.items():
         if fields.get(name) not in plain:
-            raise refuse(name, f"is {_shown(fields[name])}, which is not served")
+            raise refuse(name, f"is {_shown(fields[name])}, which is not supported")
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise refuse("r", f"is {_shown(rank)}, and must be an integer above 0")

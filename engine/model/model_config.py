@@ -219,7 +219,7 @@ def _architecture_name(fields: Fields, known: Mapping[str, Architecture]) -> str
 
 def _refuse_unsupported(fields: Fields, architecture: Architecture) -> None:
     if fields.get("auto_map") is not None and not architecture.has_foreign_code:
-        raise fields.error("auto_map asks to run code from the checkpoint, which Baton never does")
+        raise fields.error("auto_map requires code from the checkpoint, which Baton never runs")
     if fields.get("hidden_act", "silu") != "silu":
         raise fields.error(f"hidden_act {fields.get('hidden_act')!r} is not supported, only silu")
 
@@ -244,7 +244,7 @@ def _windows(fields: Fields, architecture: Architecture, num_layers: int) -> tup
         if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
             raise fields.error(f"layer_types names {kind!r}, which is not supported")
     if kinds != usual and (rule is not SlidingWindow.BY_LAYER or size is None):
-        raise fields.error("layer_types asks for windows that the other fields do not give")
+        raise fields.error("layer_types requires windows that the other fields do not define")
     return tuple(size if kind == SLIDING_ATTENTION else None for kind in kinds)
 
 

@@ -94,7 +94,7 @@ def read_rope(fields: Fields) -> RopeConfig:
 def _read_one(section: Fields, fields: Fields) -> RopeConfig:
     theta = section.number("rope_theta", fields.number("rope_theta", 10_000.0))
     if theta <= 1:
-        raise fields.error(f"rope_theta is {theta}, which turns all dimensions alike")
+        raise fields.error(f"rope_theta is {theta}, which rotates all dimensions alike")
     rope_type = section.get("rope_type", section.get("type", "default"))
     if section.number("partial_rotary_factor", 1.0) != 1:
         raise fields.error("partial_rotary_factor is not supported")

@@ -77,7 +77,7 @@ def _why_not_even(config: ModelConfig, size: int, has_expert_parallel: bool) -> 
             return f"does not divide the model's {name} of {count}"
     kv_heads = config.num_kv_heads
     if kv_heads % size and size % kv_heads:
-        return f"neither divides the model's {kv_heads} KV heads nor is divided"
+        return f"neither divides the model's {kv_heads} KV heads nor is a multiple of them"
     return ""
 
 
@@ -102,7 +102,7 @@ def _why_not_quantised(
     parts |= {name: (count // size, unit) for name, count in inners.items()}
     for name, (count, divisor) in parts.items():
         if count % divisor:
-            return f"cuts the weights' {what} of {divisor}: {count} of the {name} a rank"
+            return f"splits the weights' {what} of {divisor}: {count} of the {name} per rank"
     return ""
 
 

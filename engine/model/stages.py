@@ -61,12 +61,12 @@ class Stages:
 
     def receive(self, x: Tensor) -> None:
         """Overwrite x with the previous stage's tensor, of the same shape and type."""
-        raise AssertionError("the first stage has nobody to receive from")
+        raise AssertionError("the first stage has no stage to receive from")
 
     def send(self, x: Tensor) -> None:
         """Send x to the next stage. It must not be overwritten afterwards; on a GPU only in stream
         order."""
-        raise AssertionError("the last stage has nobody to send to")
+        raise AssertionError("the last stage has no stage to send to")
 
     def least(self, value: int) -> int:
         """The smallest of all stages' values."""

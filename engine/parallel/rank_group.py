@@ -255,7 +255,7 @@ class RankGroup:
         try:
             self._receive_all()
         except Exception as error:  # without this thread no loss would be detected
-            log.exception("the watch over the ranks ends")
+            log.exception("the watch over the ranks failed")
             self._lose(EngineFailed(f"{type(error).__name__}: {error}"))
 
     def _receive_all(self) -> None:
@@ -277,7 +277,7 @@ class RankGroup:
         try:
             message = self._channels[rank].receive()
         except (OSError, ValueError) as error:
-            self._lose(EngineFailed(f"{self._name(rank)} is not understood: {error}"))
+            self._lose(EngineFailed(f"{self._name(rank)} sent an invalid message: {error}"))
             return
         if message is None:
             self._lose(EngineFailed(f"{self._name(rank)} ended"))
@@ -343,7 +343,7 @@ class RankGroup:
                 standing.append((stage, since_s, rank))
         for rank, heard_s in self._heard.items():
             if now_s - heard_s > SILENT_S:
-                self._lose(HostLost(f"{self._name(rank)} says nothing for {SILENT_S} s"))
+                self._lose(HostLost(f"{self._name(rank)} has sent nothing for {SILENT_S} s"))
         if any(now_s - since_s > self._timeout_s for _, since_s, _ in standing):
             _, since_s, rank = min(standing)
             self._lose(EngineFailed(f"rank {rank} has not answered for {now_s - since_s:.1f} s"))
@@ -380,8 +380,8 @@ def report_failure(channel: RankChannel, error: Exception, what: str) -> None:
 
 def _start_failure(rank: int, timeout_s: float) -> StartupFailed:
     return StartupFailed(
-        f"rank {rank} has come no further in its start for {timeout_s:g} s",
-        hint="if it is only slow, a larger --rank-start-timeout-s",
+        f"rank {rank} has made no progress in its start for {timeout_s:g} s",
+        hint="a larger --rank-start-timeout-s, if it is only slow",
     )
 
 

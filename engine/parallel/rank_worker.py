@@ -65,7 +65,7 @@ def main(build_handlers: BuildHandlers = lambda runner, channel, here: {}) -> in
     try:
         follow(channel, build_handlers, here)
     except OSError as error:
-        log.warning("rank 0 is gone: %s", error)
+        log.warning("the connection to rank 0 ended: %s", error)
     return 0
 
 

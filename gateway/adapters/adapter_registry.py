@@ -178,13 +178,13 @@ def _is_path(path: str) -> bool:
 
 def _log_refusal(answer: asyncio.Future[Loaded]) -> None:
     if not answer.cancelled() and isinstance(found := answer.result(), BatonError):
-        log.warning("an engine that came has not loaded a LoRA adapter: %s", found.message)
+        log.warning("a new engine has not loaded a LoRA adapter: %s", found.message)
 
 
 def _module(text: str, model: str) -> tuple[str, str]:
     name, _, path = text.partition("=")
     if not path or not is_label(name) or name == model:
         raise StartupFailed(
-            f"--lora-modules: {text!r} is no name=path", hint="a name that the model has not"
+            f"--lora-modules: {text!r} is no name=path", hint="a name other than those of the model"
         )
     return name, path

@@ -85,7 +85,7 @@ class ClusterView:
         for member in members:
             if member.model != self._model and member.incarnation not in self._foreign:
                 log.warning(
-                    "engine %s serves %r, this gateway %r: left alone",
+                    "engine %s serves %r, this gateway %r: ignored",
                     *(member.name, member.model, self._model),
                 )
         self._foreign = {m.incarnation for m in members if m.model != self._model}

@@ -124,7 +124,7 @@ class EngineConnection:
             return
         transport.write(encode_payload(message.SerializeToString()))
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            self._stream.end("the engine does not read")
+            self._stream.end("the engine does not read its messages")
 
     async def run(self) -> str:
         """Connect and serve until the connection ends; returns the reason.

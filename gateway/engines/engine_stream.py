@@ -138,7 +138,7 @@ class EngineStream(asyncio.Protocol):
         """Read bytes of the handshake. Raises NodeLost."""
         while len(self._received) < num_bytes:
             if self._over.done():
-                raise NodeLost("it hung up within the handshake")
+                raise NodeLost("it hung up during the handshake")
             self._arrived.clear()
             await self._arrived.wait()
         data = bytes(self._received[:num_bytes])
@@ -176,7 +176,7 @@ class EngineStream(asyncio.Protocol):
             for payload in self._frames.cut(data):
                 self._loop.call_soon(self._pass_on, node_pb2.NodeMessage.FromString(payload))
         except (BrokenStream, DecodeError) as error:
-            self.end(f"what it sends cannot be read: {error}")
+            self.end(f"its message cannot be read: {error}")
 
     def eof_received(self) -> None:
         """Bytes that are unsent by then may never be read by the engine."""

@@ -33,7 +33,7 @@ async def ready(request: web.Request) -> web.Response:
 def _reason(parts: AppState) -> str:
     if parts.door.is_draining:
         return "this gateway is shutting down"
-    return why_not_ready(parts.table) or "a pair of engines has come this moment"
+    return why_not_ready(parts.table) or "a pair of engines has just become available"
 
 
 @ROUTES.get("/version")

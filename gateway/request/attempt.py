@@ -138,7 +138,7 @@ class Attempt:
             self.next_index += 1
         if ends and not self.is_complete:
             what = "a score" if self._answer.lacks_scores else f"token {self.next_index}"
-            self.begin_doubt(EngineFailed(f"{what} never came"), now_s)
+            self.begin_doubt(EngineFailed(f"{what} was never received"), now_s)
         return tokens
 
     def takes_next(self, incarnation: str, number: int, index: int) -> bool:

@@ -208,7 +208,7 @@ class Session:
 
     def _give_up_waiting(self) -> None:
         waited_s = self.limits.max_queue_s
-        self.end_badly(Overloaded(f"no place became free in {waited_s:g} s"))
+        self.end_badly(Overloaded(f"no engine had room within {waited_s:g} s"))
 
     def try_dispatch(self) -> None:
         """Find engines and dispatch, or go on waiting. Does nothing unless it waits."""

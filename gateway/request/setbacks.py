@@ -208,7 +208,7 @@ class Setbacks:
         name = prefill.name if incarnation == prefill.incarnation else decode.name
         error: BatonError = NodeLost(f"node {name} was lost")
         if has_died:
-            error = EngineFailed(f"the engine of node {name} died")
+            error = EngineFailed(f"the engine of node {name} failed")
         if not self._survives(attempt, incarnation, error):
             self.fail_attempt(attempt, error, blamed=incarnation)
 
@@ -228,7 +228,7 @@ class Setbacks:
         if attempt.finish_reason is not None:
             return True
         if isinstance(error, Cancelled) and not attempt.is_handed_over:
-            error = HandoffFailed("the decode node was told to stop waiting")
+            error = HandoffFailed("the decode node cancelled its wait for KV")
             attempt.begin_doubt(error, now_s)
             return True
         return False
@@ -321,7 +321,7 @@ class Setbacks:
             self._end_silence()
         if not has_died:
             return
-        error = EngineFailed("an engine died under the request")
+        error = EngineFailed("an engine failed during the request")
         side = self.suspicion.explained_by(lost, error, self._clock.monotonic_s())
         if side is None:
             return

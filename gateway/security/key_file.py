@@ -218,9 +218,9 @@ class KeyRing:
         if self._files.have_changed():
             try:
                 self._keys = load_keys(self._path)
-                log.info("API keys were read anew: %d", len(self._keys))
+                log.info("API keys were reloaded: %d", len(self._keys))
             except BadKeyFile as error:
-                log.error("--api-keys %s: %s; the keys read before stay", self._path, error)
+                log.error("--api-keys %s: %s; the previous keys stay in use", self._path, error)
                 if isinstance(error.__cause__, OSError):  # the file may be right as it is
                     self._files.forget()
         return self._keys

@@ -100,7 +100,8 @@ class SpecialTokens:
         """The tokenizer for the marked text, and the text for it. Raises InvalidRequest."""
         if self.marked is None:
             raise InvalidRequest(
-                "this model's special tokens cannot be told from text: use /v1/completions",
+                "special tokens of this model cannot be distinguished from text: use "
+                "/v1/completions",
                 "messages",
                 "unsupported_parameter",
             )

@@ -49,7 +49,9 @@ def load_tokenizer(
     try:
         marked = MarkedEncoder(spec, specials)
     except Exception as error:  # plain ones again
-        log.error("no chats: special tokens of %s cannot be told from text: %s", path, error)
+        log.error(
+            "no chats: special tokens of %s cannot be distinguished from text: %s", path, error
+        )
     hidden = frozenset(hidden_ids)
     unknown = spec["model"].get("unk_token")  # any text may have it
     found = {library.token_to_id(text) for text in specials if text != unknown}

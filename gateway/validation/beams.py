@@ -42,18 +42,18 @@ def complete_search(
 
 def _check_alone(sampling: SamplingParams, wire: common_pb2.SamplingParams) -> None:
     if wire.HasField("seed"):
-        raise _apart("seed", "beams are not drawn")
+        raise _apart("seed", "beams are not sampled")
     if sampling.temperature not in (0.0, 1.0):
-        raise _apart("temperature", "beams are not drawn; 0 and 1 change nothing")
+        raise _apart("temperature", "beams are not sampled; use 0 or 1")
     for name in _OF_CHANCE:
         if getattr(sampling, name) != SAMPLING[name].default:
-            raise _apart(name, "beams are not drawn")
+            raise _apart(name, "beams are not sampled")
     if sampling.stop:
-        raise _apart("stop", "beams end by EOS and stop_token_ids")
+        raise _apart("stop", "beams end only at EOS and stop_token_ids")
     if sampling.allowed_token_ids:
         raise _apart("allowed_token_ids", "there may be fewer tokens than beams")
     if sampling.constraint is not None:
-        raise _apart("constraint", "beams can have any form")
+        raise _apart("constraint", "beams are not constrained")
 
 
 def _check_groups(sampling: SamplingParams) -> None:
@@ -62,7 +62,7 @@ def _check_groups(sampling: SamplingParams) -> None:
         message = f"num_beam_groups {num_groups} does not divide the {width} beams"
         raise _invalid("num_beam_groups", message)
     if (num_groups > 1) != (sampling.diversity_penalty > 0):
-        message = "num_beam_groups above 1 and diversity_penalty above 0 need each other"
+        message = "num_beam_groups above 1 and diversity_penalty above 0 must be set together"
         raise _invalid("diversity_penalty", message)
 
 

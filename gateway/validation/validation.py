@@ -117,7 +117,7 @@ async def validated(
     given = sampling.max_tokens if wire.sampling.HasField("max_tokens") else None
     max_tokens = _fitting_max_tokens(len(prompt), given, limits)
     if sampling.min_tokens > max_tokens:
-        message = f"min_tokens {sampling.min_tokens} is more than the {max_tokens} there can be"
+        message = f"min_tokens {sampling.min_tokens} is more than the {max_tokens} possible"
         raise InvalidRequest(message, "min_tokens", "invalid_value")
     sampling = replace(sampling, max_tokens=max_tokens)
     return ValidatedRequest(prompt, sampling, wire.request_id, options, adapter=adapter)

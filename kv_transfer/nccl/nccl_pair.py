@@ -192,7 +192,7 @@ class NcclPair:
         status = self._nccl.ncclCommGetAsyncError(self._communicator, ctypes.byref(state))
         _check(status, "no state")
         if state.value != _IN_PROGRESS:
-            _check(state.value, "the pair broke")
+            _check(state.value, "the pair failed")
         return state.value
 
 

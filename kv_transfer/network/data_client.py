@@ -45,20 +45,20 @@ class DataClient:
         self.stream.write(wire.pack_request(ids, generations), deadline)
         refusal = self._receive_outcome(deadline) if self.mode.sends_begin else None
         if refusal is PullOutcome.OK:
-            raise HandoffFailed("the source sent its verdict before the blocks")
+            raise HandoffFailed("the source sent its result before the blocks")
         return refusal
 
     def verdict(self) -> PullOutcome:
         """The source's verdict on all blocks that were received."""
         outcome = self._receive_outcome(Deadline(SILENCE_S))
         if outcome is None:
-            raise HandoffFailed("the source began again")
+            raise HandoffFailed("the source announced the blocks twice")
         return outcome
 
     def _receive_outcome(self, deadline: Deadline) -> PullOutcome | None:
         frame = self._frame(deadline)
         if isinstance(frame, wire.DataFrame):
-            raise HandoffFailed("the source sent something else than its verdict")
+            raise HandoffFailed("the source did not send its result")
         return frame
 
     def receive_data(self, target: memoryview, deadline: Deadline) -> bool:
@@ -101,9 +101,9 @@ def connect(
     try:
         raw = socket.create_connection((source.host, source.port), deadline.remaining_s())
     except (ConnectionResetError, ConnectionAbortedError) as error:
-        raise ConnectionBroken(f"{source.address} broke it: {error}") from error
+        raise ConnectionBroken(f"{source.address} closed it: {error}") from error
     except OSError as error:
-        raise HandoffFailed(f"nobody at {source.address}: {error}") from error
+        raise HandoffFailed(f"no source at {source.address}: {error}") from error
     stream = Stream(raw)
     try:
         stream.wrap(wrap, deadline)

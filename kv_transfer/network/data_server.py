@@ -157,7 +157,7 @@ class DataServer:
         packed = pool.description.pack()
         stream.write(wire.pack_length(len(packed)) + packed, deadline)
         if cut is None:
-            raise HandoffFailed("it wanted the description alone")
+            raise HandoffFailed("it requested only the description")
         return mode, self._outlets[mode](stream, cut, pair_id)
 
     def _key_of(self, opening: Opening) -> bytes | None:

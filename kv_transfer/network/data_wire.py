@@ -84,7 +84,7 @@ def unpack_terms(packed: bytes | bytearray, block_bytes: int) -> tuple[Mode, Blo
     """Decode the first TERMS_BYTES; the mode's id follows them. Raises HandoffFailed."""
     (mode,) = _MODE.unpack_from(packed)
     if mode not in set(Mode):
-        raise HandoffFailed("it wants blocks in a way that there is not")
+        raise HandoffFailed("it requests an unknown mode of transfer")
     cut = packed[_MODE.size : TERMS_BYTES]
     return Mode(mode), _unpack_cut(cut, block_bytes) if any(cut) else None
 
@@ -174,4 +174,4 @@ def unpack_frame(packed: bytes | bytearray) -> DataFrame | PullOutcome | None:
     if tag == _TAG_END and number < len(_OUTCOMES):
         outcome: PullOutcome = _OUTCOMES[number]
         return outcome
-    raise HandoffFailed("the source sent a frame that makes no sense")
+    raise HandoffFailed("the source sent an invalid frame")

@@ -94,7 +94,7 @@ def _translated() -> Iterator[None]:
         yield
     except OSError as error:
         if isinstance(error, TimeoutError) and error.errno is None:  # ours, not the kernel's
-            raise HandoffFailed("nothing passes: the peer is silent") from None
+            raise HandoffFailed("the peer sends and reads nothing") from None
         raise ConnectionBroken(f"the connection broke: {error}") from error
 
 

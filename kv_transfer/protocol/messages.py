@@ -124,7 +124,7 @@ def decode(payload: bytes) -> Message | Refused:
     try:
         message: Message | Refused = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HandoffFailed(f"a peer sent no message: {error}"[:MAX_TEXT_CHARS]) from error
+        raise HandoffFailed(f"a peer sent an invalid message: {error}"[:MAX_TEXT_CHARS]) from error
     if isinstance(message, Manifest):
         if len(message.blocks) > MAX_BLOCKS:
             raise HandoffFailed(f"a peer sent {len(message.blocks)} blocks")

@@ -168,7 +168,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         elif outcome is PullOutcome.OK:
             self._complete_if_done(transfer)
         elif transfer.is_orphaned:
-            self._end(transfer, NodeLost("the source went away during the last pull"))
+            self._end(transfer, NodeLost("the source was lost during the last pull"))
         elif outcome is PullOutcome.STALE:
             self._end(transfer, StaleBlocks("a block was reallocated during the pull"))
         else:

@@ -82,9 +82,9 @@ class PullerTransfer:
         if manifest.seq < self.next_seq:
             return False
         if self.handoff is not None:
-            raise HandoffFailed(f"manifest {manifest.seq} came after the last one")
+            raise HandoffFailed(f"manifest {manifest.seq} was received after the last one")
         if manifest.seq > self.next_seq:
-            raise HandoffFailed(f"manifest {manifest.seq} came where {self.next_seq} was due")
+            raise HandoffFailed(f"manifest {manifest.seq} was received instead of {self.next_seq}")
         first, end = self.next_index, self.next_index + len(manifest.blocks)
         expected, is_last = self.intent.num_blocks, manifest.state is not None
         if end > expected or (is_last and end < expected):
@@ -99,5 +99,5 @@ class PullerTransfer:
     def expiry(self, now_s: float) -> BatonError:
         """Why it ends at `expires_s`."""
         if now_s >= self.intent.deadline_s:
-            return DeadlineExceeded("the deadline passed before the KV was here")
-        return NodeLost("no link to the source came up in time")
+            return DeadlineExceeded("the deadline passed before the KV had arrived")
+        return NodeLost("no link to the source was established in time")

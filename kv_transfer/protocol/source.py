@@ -86,11 +86,11 @@ class SourceTransfer:
     def expiry(self, now_s: float) -> BatonError:
         """Why it ends at `expires_s`."""
         if self.offer is None:
-            return UnknownTransfer("no prompt came for the ticket within one lease")
+            return UnknownTransfer("no prompt was received for the ticket within one lease")
         if now_s >= self.offer.deadline_s:
             return DeadlineExceeded("the deadline passed before the KV was pulled")
         if not self.is_attached:
-            return LeaseExpired("no puller came for the KV within one lease")
+            return LeaseExpired("no puller requested the KV within one lease")
         return LeaseExpired("the puller did not renew its lease")
 
 

@@ -84,7 +84,7 @@ class PullThread(ABC):
             except Exception as error:
                 # A pull that never reports would keep its reservation for ever.
                 is_ours = not isinstance(error, HandoffFailed)
-                _log.error("a pull from %s broke: %s", self._incarnation, error, exc_info=is_ours)
+                _log.error("a pull from %s failed: %s", self._incarnation, error, exc_info=is_ours)
                 outcome = PullOutcome.FAILED
             pull.on_done(outcome)
         self.release()

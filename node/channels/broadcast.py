@@ -68,7 +68,7 @@ class Broadcast:
             if stood_still:
                 link.channel.restart_silence()
             elif link.channel.is_silent(self._silence_s):
-                reason = f"nothing came for {self._silence_s:g} s"
+                reason = f"nothing was received for {self._silence_s:g} s"
                 self._put(LinkOver(link, NodeLost(reason)))
 
     def end(self, error: BatonError) -> None:

@@ -154,7 +154,7 @@ class EngineChannels:
         except ChannelBroken as error:
             items.append(LinkOver(link, NodeLost(str(error))))
         except (BrokenStream, DecodeError, HandoffFailed) as error:
-            reason = f"what came cannot be read: {error}"
+            reason = f"the message cannot be read: {error}"
             wrong = InvalidRequest if link.kind is Kind.GATEWAY else HandoffFailed
             self.refuse(link, wrong(reason))
             items.append(LinkOver(link, wrong(reason)))

@@ -196,7 +196,7 @@ class DispatchGate:
             except BatonError as error:
                 found = error
             except Exception as error:  # on this thread: it would be lost
-                log.exception("what a request names cannot be had")
+                log.exception("resources of a request could not be loaded")
                 found = BatonError(f"{type(error).__name__}: {error}")
             self._put(Gated(gateway, message, is_read, found, time.monotonic() - began_s))
 

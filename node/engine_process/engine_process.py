@@ -85,7 +85,7 @@ def main(plan: RolePlan) -> int:
     try:
         _run(plan, frames)
     except ConnectionError as error:
-        log.warning("the supervisor is gone: %s", error)
+        log.warning("the connection to the supervisor ended: %s", error)
     except Exception as error:  # reported, whatever ends the process
         if not isinstance(error, StartupFailed):
             log.exception("the engine process ends")
@@ -274,7 +274,7 @@ def _read(frames: FrameSocket) -> Iterable[Item]:
         payloads, is_over = frames.receive_ready()
         items += map(engine_pb2.EngineInput.FromString, payloads)
     except (BrokenStream, DecodeError) as error:
-        log.error("the supervisor is not understood: %s", error)
+        log.error("the supervisor sent an invalid message: %s", error)
         is_over = True
     return [*items, engine_pb2.EngineInput(shutdown=True)] if is_over else items
 

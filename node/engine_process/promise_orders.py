@@ -37,7 +37,7 @@ class PromiseOrders:
         has_target = order.HasField("tbt_target_s")
         is_sound = not has_target or 0 < order.tbt_target_s < math.inf
         if not self._can_promise or not is_sound or not (is_known or order.epoch > self.epoch):
-            log.info("refused the order of epoch %d about the promise", order.epoch)
+            log.info("rejected SetPromise of epoch %d", order.epoch)
             return False
         self.epoch, self.leader = order.epoch, order.leader
         if has_target:

@@ -35,7 +35,7 @@ class Settings:
 def read_settings(frames: FrameSocket) -> Settings:
     payload = frames.receive()
     if payload is None:
-        raise ConnectionError("no configuration came")
+        raise ConnectionError("received no configuration")
     settings = json.loads(engine_pb2.EngineInput.FromString(payload).configure)
     accepted = {bytes.fromhex(i): bytes.fromhex(key) for i, key in settings["keys"].items()}
     return Settings(

@@ -60,7 +60,7 @@ class PrefixLoans:
         ticket, lent = wanted.ticket, self._engine.prefixes.lend(wanted.block_hashes)
         transfer_id = ticket.transfer_id
         if lent is None:
-            return (Withdrawn(transfer_id, StaleBlocks("the prefix cannot be lent")),)
+            return (Withdrawn(transfer_id, StaleBlocks("the prefix is not cached here")),)
         self._fences[transfer_id], refs = lent
         num_tokens = len(refs) * self._engine.limits.block_size
         state = HandoffState(first_undrafted=self._engine.prefixes.first_undrafted(refs))

@@ -29,7 +29,7 @@ from ...proto.v1 import node_pb2
 
 log = logging.getLogger(__name__)
 
-_OVER = Cancelled("the request is over here")
+_OVER = Cancelled("the request has ended here")
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +140,7 @@ class RequestIO:
                 raise InvalidRequest(f"request {key} was dispatched twice")
         coming = [entry for entry in samples if not self._tombstones.get(entry.key)]
         if not coming:
-            raise Cancelled(f"request {keys[0]} is already over here")
+            raise Cancelled(f"request {keys[0]} has already ended here")
         for entry in coming:
             self._entries[entry.key] = entry
             heapq.heappush(self._deadlines, (entry.deadline_s, entry.key))

@@ -74,7 +74,7 @@ class EngineRole(ABC, Generic[H]):
         decodes = is_whole or not self.is_source
         if promise.tbt_target_s is not None and entry.request.may_refuse and decodes:
             if is_whole and not promise.is_promising:
-                raise PromiseRefused("this engine promises nothing now")
+                raise PromiseRefused("this engine has no promise at present")
             promise.check(entry.request, self.num_coming)
 
     def _has_prompt(self, entry: Entry) -> bool:

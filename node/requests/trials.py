@@ -30,5 +30,5 @@ class Trials:
         if other is not None and other.gateway != entry.gateway:
             num_known = len(other.request.output_token_ids)
             if self._num_outputs(other.key) < num_known + _FURTHER:
-                raise TrialRefused("another gateway's request is on trial here")
+                raise TrialRefused("another gateway's suspect request runs here")
         self._tried = entry.key

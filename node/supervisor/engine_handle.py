@@ -350,7 +350,7 @@ class EngineSlot:
                 order(self.engine)
                 await asyncio.wait({running}, timeout=wait_s)
         if self.engine is not None and not running.done():
-            self._report("the engine does not end: it is left to the kernel")
+            self._report("the engine process does not end after SIGKILL")
             running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running

@@ -110,17 +110,17 @@ class RankHost:
                     joined = [await self._dial(each, connections) for each in self._requests]
                     num_hang_ups = 0
                     await self._live(joined)
-                    self._say(f"the engine at {self._config.master} is over")
+                    self._say(f"the engine at {self._config.master} has ended")
                 except (Unauthenticated, PermissionDenied) as error:
                     raise StartupFailed(
                         f"{self._config.master} refuses this host: {error.message}",
-                        hint="the same command on all hosts, but for --node-rank and --host",
+                        hint="the same command on all hosts, except for --node-rank and --host",
                     ) from error
                 except NodeLost as error:
                     num_hang_ups += 1
                     if num_hang_ups == _HANG_UPS:
                         raise StartupFailed(
-                            f"{self._config.master} hangs up within the handshake: {error.message}",
+                            f"{self._config.master} hangs up during the handshake: {error.message}",
                             hint="the same BATON_CLUSTER_SECRET, and TLS on all hosts or on none",
                         ) from error
                 except OSError as error:

@@ -81,7 +81,7 @@ class Callers:
         roles: Sequence[str],
     ) -> None:
         if self.num_pending >= MAX_PENDING:
-            raise Overloaded("too many callers have not proven yet who they are")
+            raise Overloaded("too many callers are still in the handshake")
         self.num_pending += 1
         try:
             async with asyncio.timeout(ADMIT_S):
@@ -97,9 +97,9 @@ class Callers:
         except TimeoutError:
             raise Unauthenticated("the handshake takes too long") from None
         except DecodeError:
-            raise Unauthenticated("what came is no message of a handshake") from None
+            raise Unauthenticated("the message is no part of a handshake") from None
         except StopAsyncIteration:
-            raise Unauthenticated("the stream ended within the handshake") from None
+            raise Unauthenticated("the stream ended during the handshake") from None
         finally:
             self.num_pending -= 1
 

@@ -198,7 +198,7 @@ class Supervisor:
         files = () if self._tls is None else (self._tls.files,)
         beside = (
             keep_running("health", self._health.run),
-            keep_running("the look at the directory", self._pass_members_on),
+            keep_running("the watch over the directory", self._pass_members_on),
             keep_running("the watch over certificates", partial(watch_ends, files)),
         )
         looking = asyncio.gather(*beside, show_turns())

@@ -65,15 +65,15 @@ class InferenceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams the continuation of a prompt. Errors are gRPC statuses whose trailing metadata carries
-        `baton-error-code`. The client's deadline and cancellation reach the engine's loop.
+        """Streams the continuation of a prompt. Errors are gRPC statuses whose trailing metadata has
+        `baton-error-code`. The client's deadline and cancellation apply in the engine too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests of this gateway early; those unknown or already over are no error.
+        """Cancels requests of this gateway; unknown or ended ones are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,15 +50,16 @@ class NodeServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetLedgers(self, request_iterator, context):
-        """What `baton fsck` asks: every engine's ledger, leases and transfers, as JSON. A handshake first
-        (node/supervisor/rpc.py).
+        """For `baton fsck`: every engine's ledger, leases and transfers, as JSON. The stream begins with
+        a handshake (node/supervisor/rpc.py).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMembers(self, request_iterator, context):
-        """What gateways and pullers ask while Redis is away: which engines live here. A handshake first.
+        """For gateways and pullers while Redis is unreachable: the engines of this node. The stream
+        begins with a handshake.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

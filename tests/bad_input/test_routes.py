@@ -71,7 +71,7 @@ def test_absent_paths(target: Target, path: str) -> None:
     ("path", "instead"),
     [
         ("/v1/responses/resp_1/cancel", "GET and DELETE /v1/responses/{response_id}"),
-        ("/v1/messages/batches", "no files"),
+        ("/v1/messages/batches", "files are not supported"),
         ("/messages", "the path is /v1/messages"),
         ("/api/chat", "POST /v1/chat/completions"),
         *((path, "no embeddings and no scores") for path in POOLING),

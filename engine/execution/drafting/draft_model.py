@@ -103,7 +103,7 @@ class DraftModel:
         if own.head_dim != target.head_dim:
             raise StartupFailed(
                 f"{here} has a head_dim of {own.head_dim}, the model one of {target.head_dim}: "
-                "their KV lies in the same blocks"
+                "their KV is stored in the same blocks"
             )
         if self._kv_heads % self.heads.num_kv_heads or self.heads.num_heads % self._kv_heads:
             raise StartupFailed(

@@ -130,7 +130,7 @@ class HeadModel(DraftModel):
         offsets = read_integers(self._dir, _IDS, size, most)
         ids = torch.arange(size) + offsets
         if (ids < 0).any() or (ids >= most).any() or len(set(ids.tolist())) < size:
-            raise StartupFailed(f"{self._dir}: {_IDS} gives ids that are none, or one twice")
+            raise StartupFailed(f"{self._dir}: {_IDS} has invalid or duplicate ids")
         return offsets
 
 

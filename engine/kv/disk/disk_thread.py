@@ -155,7 +155,7 @@ def make_disk(
         return None
     if copier is None:
         raise StartupFailed(
-            "--kv-disk-path holds what leaves host memory, and there is none for KV blocks",
+            "--kv-disk-path needs host memory for KV blocks, and there is none",
             hint="--swap-space above 0, with --enable-prefix-caching",
         )
     num_bytes = int(config.kv_disk_space * 2**30)

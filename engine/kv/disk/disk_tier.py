@@ -161,7 +161,7 @@ class DiskTier:
                 ended += self._end_read(job)
             elif job.failures:
                 why = next(iter(job.failures.values()))
-                self._warn(f"it cannot be measured, and is not read: {why}")
+                self._warn(f"its speed cannot be measured, and it is not read: {why}")
             else:
                 self._observe(job.num_read_bytes, job.read_s)
         ended += self._give_up()
@@ -275,7 +275,7 @@ class DiskTier:
 
     def _fail(self, why: str) -> None:
         self._num_failures += 1
-        self._warn(f"a block is dropped, the {self._num_failures}. so far: {why}")
+        self._warn(f"a block is dropped ({self._num_failures} so far): {why}")
 
     def _warn(self, what: str) -> None:
         if (now_s := self._clock.monotonic_s()) >= self._quiet_until_s:

@@ -29,7 +29,9 @@ from .weight_files import weight_files
 _DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 _DTYPES = {"F64", "F32", "F16", "BF16"}
 _FP8 = "F8_E4M3"
-_NOT_OF_ONE_MODEL = "config.json and the weights are not of one model: download it again, whole"
+_NOT_OF_ONE_MODEL = (
+    "config.json and the weights do not belong together: download the whole model again"
+)
 
 
 def load_weights(
@@ -109,7 +111,7 @@ def check_weights(
     for name in sorted(locations.keys() - known - ignored):
         if not name.endswith(_DERIVED_SUFFIXES):
             raise StartupFailed(
-                f"{model_dir} has the tensor {name}, which its architecture does not know",
+                f"{model_dir} has the tensor {name}, which its architecture does not have",
                 hint=_NOT_OF_ONE_MODEL,
             )
     scales: dict[str, Tensor] = {}
@@ -161,7 +163,8 @@ def _open(path: Path, device: torch.device | None = None) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
         raise StartupFailed(
-            f"{path} is no valid safetensors file: {error}", hint="is it whole? download it again"
+            f"{path} is no valid safetensors file: {error}",
+            hint="it may be incomplete: download it again",
         ) from error
 
 
@@ -176,7 +179,7 @@ def _check(path: Path, file: Any, name: str, target: Target) -> None:
     if shape != target.full_shape:
         raise StartupFailed(
             f"{name} in {path} has shape {list(shape)}, "
-            f"config.json asks for {list(target.full_shape)}",
+            f"config.json requires {list(target.full_shape)}",
             hint=_NOT_OF_ONE_MODEL,
         )
     if target.quantised is not None and target.quantised.scale_name is not None:
@@ -201,7 +204,7 @@ def _read_scale(
     if shape not in shapes:
         raise StartupFailed(
             f"{name} in {path} has shape {list(shape)}: {weight} with a scale for each "
-            f"{scaling} asks for {' or '.join(str(list(one)) for one in shapes)}"
+            f"{scaling} requires {' or '.join(str(list(one)) for one in shapes)}"
         )
     if dtype not in _DTYPES:
         raise StartupFailed(f"{name} in {path} is of type {dtype}, not a plain float")

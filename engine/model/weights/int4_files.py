@@ -110,7 +110,7 @@ def _shape_check(shape: tuple[int, ...]) -> Check:
         found = tuple(file.get_tensor(name).tolist())
         if found != shape:
             raise StartupFailed(
-                f"{name} in {path} is {list(found)}, config.json asks for {list(shape)}"
+                f"{name} in {path} is {list(found)}, config.json requires {list(shape)}"
             )
 
     return check
@@ -130,7 +130,7 @@ def _check_kind(
     found, dtype = tuple(source.get_shape()), source.get_dtype()
     if found != shape:
         raise StartupFailed(
-            f"{name} in {path} has shape {list(found)}, config.json asks for {list(shape)}"
+            f"{name} in {path} has shape {list(found)}, config.json requires {list(shape)}"
         )
     if dtype not in dtypes:
         raise StartupFailed(f"{name} in {path} is of type {dtype}, not {' or '.join(dtypes)}")

@@ -108,7 +108,7 @@ def _num_weights(
                 num_floats += count
         return num_floats, num_quantised
     except _UNREADABLE as error:
-        hint = "is it whole? download it again"
+        hint = "it may be incomplete: download it again"
         raise StartupFailed(f"cannot read {path}: {error}", hint=hint) from error
 
 

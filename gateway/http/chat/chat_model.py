@@ -92,7 +92,7 @@ async def prepare(request: web.Request, found: Mapping[str, Any]) -> Prepared:
         )
     if choice.is_offered and model.tool_format is None:
         raise InvalidRequest(
-            "this model's chat template knows no tools", "tools", "unsupported_parameter"
+            "this model's chat template does not support tools", "tools", "unsupported_parameter"
         )
     variables = template_variables(found, model.template, model.reasoning)
     shown = shown_tools(tools) if choice.is_offered else ()
@@ -106,7 +106,7 @@ async def prepare(request: web.Request, found: Mapping[str, Any]) -> Prepared:
         return Prepared(prompt, "", model.tool_format, calls, start)
     is_constrained = calls is not None
     if not is_constrained and any(tool.get("strict") for tool in choice.wanted(tools)):
-        reason = door.constraint_refusal or "calls of this model's format are no JSON"
+        reason = door.constraint_refusal or "this model's tool calls are not JSON"
         raise InvalidRequest(
             f"a strict tool cannot be forced: {reason}", "tools", "unsupported_parameter"
         )

@@ -123,10 +123,10 @@ class GeneratedAnswer(ABC):
         self.num_samples: int = found.get("n", 1)
         self.is_stream: bool = found.get("stream", False)
         if "stream_options" in found and not self.is_stream:
-            message = "stream_options are for streams: set stream"
+            message = "stream_options needs stream: true"
             raise InvalidRequest(message, "stream_options", "invalid_value")
         if "prompt_logprobs" in found and self.is_stream:
-            message = "prompt_logprobs are told in a whole answer, not in a stream"
+            message = "prompt_logprobs are not returned in streams"
             raise InvalidRequest(message, "prompt_logprobs", "unsupported_parameter")
         options = found.get("stream_options", {})
         self._includes_usage = options.get("include_usage", False)

@@ -113,7 +113,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {  # for chats and completions
     "spaces_between_special_tokens": Unsupported(harmless=(True,)),
     "stop_sequences": Unsupported("the name is stop", ([],)),
     "store": Unsupported(harmless=(False,)),
-    "suffix": Unsupported("put it into the prompt as the model was taught", ("",)),
+    "suffix": Unsupported("put it into the prompt as the model was trained", ("",)),
     "system": Unsupported("put a system message in front of the others", ("", [])),
     "text": Unsupported("use response_format", ({}, {"format": {"type": "text"}})),
     "thinking": Unsupported("use enable_thinking and thinking_token_budget"),

@@ -67,7 +67,7 @@ class Access:
             raise Refusal(
                 421,
                 "misdirected_request",
-                "this server does not go by the name in Host; its operator can allow it with "
+                "the name in the Host header is not allowed; the operator can allow it with "
                 "--allowed-hosts",
                 is_fatal=True,
             )

@@ -88,19 +88,21 @@ async def in_time(reading: Awaitable[_T]) -> _T:
         async with asyncio.timeout(MAX_BODY_S):
             return await reading
     except TimeoutError:
-        message = f"the body did not come within {MAX_BODY_S:g} s"
+        message = f"the body was not received within {MAX_BODY_S:g} s"
         raise Refusal(408, "request_timeout", message, is_fatal=True) from None
 
 
 def _check_headers(request: web.Request) -> None:
     coding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if coding != "identity":
-        raise Refusal(415, "unsupported_encoding", "compressed bodies are not taken", is_fatal=True)
+        raise Refusal(
+            415, "unsupported_encoding", "compressed bodies are not accepted", is_fatal=True
+        )
     if request.content_type != "application/json" or "Content-Type" not in request.headers:
         raise Refusal(
             415,
             "unsupported_media_type",
-            "the body must be JSON, and say so: Content-Type: application/json",
+            "the body must be JSON, with Content-Type: application/json",
             is_fatal=True,
         )
     if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):

@@ -284,7 +284,7 @@ def check_head(request: web.BaseRequest) -> None:
     front of us might see the request's end at another place than we do.
     """
     if not HttpVersion10 <= request.version <= HttpVersion11:
-        raise Refusal(400, "bad_http", "HTTP/1.1 or HTTP/1.0 is spoken here", is_fatal=True)
+        raise Refusal(400, "bad_http", "only HTTP/1.1 and HTTP/1.0 are supported", is_fatal=True)
     codings = request.headers.getall("Transfer-Encoding", [])
     is_chunked = [coding.strip().lower() for coding in codings] == ["chunked"]
     if codings and not (is_chunked and request.version == HttpVersion11):

@@ -44,13 +44,13 @@ _MAX_SHOWN_PATH = 200
 
 _CHAT = "use POST /v1/chat/completions"
 _TEXT = "use POST /v1/completions"
-_TEXT_ALONE = "this server generates text and nothing else"
+_TEXT_ALONE = "this server only generates text"
 _NO_VECTORS = (
     "there are no embeddings and no scores here: the deployment passes the KV of decoders from "
     "prefill to decode, and what pools hidden states needs no decode; run an embedding server"
 )
 _STATELESS = "nothing is kept between requests: send the whole chat to POST /v1/chat/completions"
-_NO_FILES = "no files are taken: send requests one by one"
+_NO_FILES = "files are not supported: send requests one by one"
 _RUN_BATCH = f"{_NO_FILES}, or a file of them with `baton run-batch --url`"
 _OPERATED = "a deployment is operated with `baton` and its nodes' own flags, not over HTTP"
 
@@ -58,7 +58,7 @@ _OPERATED = "a deployment is operated with `baton` and its nodes' own flags, not
 _INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("chat", "api/chat", "interactions"), _CHAT),
     "messages/batches": _NO_FILES,
-    "responses": "of a response that is kept there are GET and DELETE /v1/responses/{response_id}",
+    "responses": "for stored responses use GET and DELETE /v1/responses/{response_id}",
     **dict.fromkeys(("complete", "generate", "generate_stream", "invocations", "infer"), _TEXT),
     **dict.fromkeys(("api/generate", "engines", "inference"), _TEXT),
     **dict.fromkeys(("embeddings", "embed", "api/embed", "api/embeddings"), _NO_VECTORS),

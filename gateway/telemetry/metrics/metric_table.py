@@ -70,18 +70,18 @@ TTFT = Metric(
 )
 INTER_TOKEN = Metric(
     "inter_token_latency_seconds",
-    "TBT: the gap between two deliveries of a stream; the hand-off gap is one of them.",
+    "TBT: the gap between two deliveries of a stream, including the hand-off gap.",
     buckets=GAP_S,
 )
 HANDOFF_GAP = Metric(
     "handoff_gap_seconds",
-    "From a stream's first token to its second: KV transfer and decode admission are in it, except "
-    "where one engine serves it whole, or the first token waits for them.",
+    "From a stream's first token to its second. Includes KV transfer and decode admission, unless "
+    "one engine serves the whole request or the first token is held back until they are done.",
     buckets=GAP_S,
 )
 TPOT = Metric(
     "request_time_per_output_token_seconds",
-    "(last token - first token) / (tokens - 1), one sample a stream.",
+    "(last token - first token) / (tokens - 1), one sample per stream.",
     buckets=GAP_S,
 )
 E2E = Metric(
@@ -94,12 +94,12 @@ QUEUE = Metric(
 )
 PREFILL = Metric(
     "request_prefill_time_seconds",
-    "From the prefill's first step to the first token, at the node.",
+    "From the prefill's first step to the first token, measured at the node.",
     buckets=CALL_S,
 )
 DECODE = Metric(
     "request_decode_time_seconds",
-    "From the first token at the node to the call's end, the hand-off included.",
+    "From the first token at the node to the call's end, including the hand-off.",
     buckets=CALL_S,
 )
 INFERENCE = Metric(
@@ -109,8 +109,8 @@ INFERENCE = Metric(
 )
 STAGE = Metric(
     "request_stage_seconds",
-    "One stage of a finished call, as in the dashboard: their sum is the time to the second token, "
-    "or to the first of a call without a hand-off, which has three stages.",
+    "One stage of a finished call, as in the dashboard. The sum of a call's stages is the time to "
+    "its second token, or without a hand-off (three stages) to its first.",
     ("stage",),
     STAGE_S,
 )
@@ -120,12 +120,13 @@ OUTPUT_LENGTH = Metric(
 )
 PROMPT_TOKENS = Metric("prompt_tokens_total", "Prompt tokens of calls that were admitted.")
 CACHED_TOKENS = Metric(
-    "prompt_tokens_cached_total", "Prompt tokens of finished calls that a prefix cache held."
+    "prompt_tokens_cached_total",
+    "Prompt tokens of finished calls that were found in a prefix cache.",
 )
 OUTPUT_TOKENS = Metric("generation_tokens_total", "Tokens delivered to clients.")
 COALESCED_TOKENS = Metric(
     "coalesced_tokens_total",
-    "Delivered tokens that came together with the one before: the client reads slower than we.",
+    "Tokens delivered together with an earlier one because the client reads too slowly.",
 )
 SUCCESSES = Metric(
     "request_success_total",
@@ -135,7 +136,7 @@ SUCCESSES = Metric(
 )
 FAILURES = Metric(
     "request_failure_total",
-    "Calls that were admitted and did not finish, by error code; cancelled: by their client.",
+    "Admitted calls that did not finish, by error code; cancelled: by the client.",
     ("reason",),
     known=_FAULTS,
 )
@@ -147,18 +148,18 @@ REJECTIONS = Metric(
 )
 CONNECTIONS_REFUSED = Metric(
     "http_connections_refused_total",
-    "Connections that were answered with 503: more than there may be, or descriptors run out.",
+    "Connections answered with 503: too many, or too few file descriptors are left.",
 )
-RETRIES = Metric("request_retries_total", "Further attempts that finished calls needed.")
+RETRIES = Metric("request_retries_total", "Attempts of finished calls after the first one.")
 DEPLOYMENT_RUNNING = Metric(
     "deployment_requests_running", "Requests in the batches of all engines."
 )
 DEPLOYMENT_WAITING = Metric(
-    "deployment_requests_waiting", "Requests that wait at this gateway or at any engine."
+    "deployment_requests_waiting", "Requests that wait at this gateway or any engine."
 )
 DEPLOYMENT_KV_USAGE = Metric(
     "deployment_kv_cache_usage_perc",
-    "Share of KV blocks in use, 0 to 1, of the role that has less left.",
+    "Share of KV blocks in use, 0 to 1, of the role with the larger share.",
 )
 IN_FLIGHT = Metric("num_requests_in_flight", "Admitted calls that have not ended.")
 SLO_JUDGED = Metric(
@@ -166,7 +167,7 @@ SLO_JUDGED = Metric(
 )
 SLO_GOOD = Metric(
     "slo_good_requests_total",
-    "Of them, those that finished with TTFT and every gap within --slo-ttft-s and --slo-tbt-s.",
+    "Of slo_judged_requests_total: finished, with TTFT and every gap within the two --slo targets.",
 )
 TENANT_REQUESTS = Metric("tenant_requests_total", "Calls that ended, by tenant.", ("tenant",))
 TENANT_TOKENS = Metric(
@@ -174,54 +175,59 @@ TENANT_TOKENS = Metric(
 )
 KV_SECONDS = Metric(
     "kv_transfer_seconds",
-    "One hand-off, from its reserved memory to its last block, by prefill and decode engine.",
+    "One hand-off, from reserving memory to its last block, by prefill and decode engine.",
     ("transport", "src", "dst"),
     TRANSFER_S,
 )
 KV_BYTES = Metric(
-    "kv_transfer_bytes_total", "Bytes of hand-offs of finished calls.", ("transport", "src", "dst")
+    "kv_transfer_bytes_total",
+    "Bytes transferred by the hand-offs of finished calls.",
+    ("transport", "src", "dst"),
 )
 QUEUED = Metric(
     "num_requests_queued",
-    "Requests that wait at the gateway: for a place on a decode engine, for their caller's turn, "
-    "or for engines to come.",
+    "Requests that wait at the gateway: for room on a decode engine, for their caller's turn, or "
+    "until an engine is available.",
 )
 LORA = Metric(
     "lora_requests_info",
-    "Unix time of this reading; the labels are what it is about: LoRA adapters in an engine's step "
-    "at most, names of those that run, and of those that wait for a place, behind commas.",
+    "Unix time of this sample. Labels: most LoRA adapters in an engine's step; names, separated by "
+    "commas, of the adapters that run and of those that wait.",
     ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
 )
 DECISIONS = Metric(
     "router_decisions_total",
-    "Engines that were chosen: local (one for the whole request), or a pair: cached_prefix (the "
-    "prefill engine has some of the prompt), least_loaded; retry (either, after a failed attempt "
-    "or an engine's refusal); unavailable: none could be, each time that one looks.",
+    "Routing decisions. local: one engine for the whole request; cached_prefix: a pair of which "
+    "the prefill engine has part of the prompt cached; least_loaded: another pair; retry: after a "
+    "failed attempt or an engine's refusal; unavailable: no engine, counted at each try.",
     ("reason",),
 )
 MOVES = Metric(
     "request_moves_total",
-    "Moves of running requests from an engine whose promise was broken or withdrawn: moved; or "
+    "Moves of running requests from an engine whose promise was broken or withdrawn. moved; or "
     "the request stayed: refused (it would break the other engine's promise), failed, late, "
-    "differs (another token), lost (the other engine), ended (the request, meanwhile). "
-    "planned_again: a prompt that decodes left no room for, and that an engine without a promise "
-    "computes now.",
+    "differs (the other engine chose another token), lost (the other engine), ended (the request "
+    "ended meanwhile). planned_again: a prompt that had no room beside decodes and was routed to "
+    "an engine without a promise.",
     ("outcome",),
 )
 LOOKUP = Metric(
     "index_lookup_seconds",
-    "Hashing a prompt and asking the local mirror of the prefix index.",
+    "Time to hash a prompt and look it up in the local copy of the prefix index.",
     buckets=LOOKUP_S,
 )
 INDEX_HITS = Metric(
-    "index_hits_total", "Prefills for which the index promised cached tokens, and that answered."
+    "index_hits_total", "Completed prefills for which the prefix index listed cached tokens."
 )
-INDEX_STALE = Metric("index_stale_hits_total", "Of them, those that found fewer.")
-INDEX_UP = Metric("index_up", "1 while the prefix index's broker answers.")
+INDEX_STALE = Metric(
+    "index_stale_hits_total",
+    "Of index_hits_total: prefills that found fewer cached tokens than listed.",
+)
+INDEX_UP = Metric("index_up", "1 while the prefix index's Redis is reachable.")
 
 CERTIFICATE_EXPIRES = Metric(
     "certificate_expires_timestamp_seconds",
-    "Unix time at which the certificate in the file cannot be used any more.",
+    "Unix time at which the certificate in the file expires.",
     ("file",),
 )
 
@@ -232,87 +238,93 @@ PULLER_CACHED_TOKENS = Metric("puller_cached_tokens_total", "Prompt tokens that 
 
 OF_ENGINE = ("role", "node")
 NODE_UP = Metric(
-    "node_up", "1 while the engine is linked and beats; a lost one is 0 for ten minutes.", OF_ENGINE
+    "node_up",
+    "1 while the engine is connected and sends heartbeats; 0 for ten minutes after it is lost.",
+    OF_ENGINE,
 )
 KV_USAGE = Metric(
-    "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1; cached ones are free.", OF_ENGINE
+    "kv_cache_usage_perc",
+    "Share of KV blocks in use, 0 to 1; cached blocks count as free.",
+    OF_ENGINE,
 )
 EXPERT_IMBALANCE = Metric(
     "expert_load_imbalance",
-    "Tokens of the expert with most of them over the mean expert's.",
+    "Tokens of the busiest expert divided by the mean per expert.",
     OF_ENGINE,
 )
 EXPERT_RANK_IMBALANCE = Metric(
     "expert_rank_load_imbalance",
-    "With --enable-expert-parallel: tokens of the rank with most of them over the mean rank's.",
+    "With --enable-expert-parallel: tokens of the busiest rank divided by the mean per rank.",
     OF_ENGINE,
 )
 # The other metrics of engines: name, its field in a heartbeat (ReportedLoad, its Counters), help,
 # further labels.
 _FROM_HEARTBEATS = (
-    ("node_draining", "is_draining", "1 while the engine takes no new requests."),
+    ("node_draining", "is_draining", "1 while the engine drains: it accepts no new requests."),
     ("num_requests_running", "num_running", "Requests in the engine's batch."),
     ("num_requests_waiting", "num_waiting", "Requests that wait at the engine."),
-    ("num_tokens_waiting", "waiting_tokens", "Known tokens that are not computed yet."),
+    ("num_tokens_waiting", "waiting_tokens", "Known tokens whose KV is not computed yet."),
     ("engine_tbt_target_seconds", "tbt_target_s",
-     "What steps with decodes take at most, if prompts allow."),
+     "The TBT promise: longest time of a step with decodes, if chunking prompts can keep it."),
     ("engine_step_cost_error", "step_cost_error",
-     "Of steps' predicted times, relative, 90th percentile."),
-    ("kv_free_blocks", "free_blocks", "KV blocks that a new request could take."),
-    ("kv_leased_blocks", "held_blocks", "KV blocks held for pullers, or computed for one."),
+     "Relative error of predicted step times, 90th percentile."),
+    ("kv_free_blocks", "free_blocks", "KV blocks available to a new request."),
+    ("kv_leased_blocks", "held_blocks", "KV blocks held for pullers, or being computed for one."),
     ("kv_credit_blocks", "credit_blocks", "KV blocks that may still be held for pullers."),
-    ("num_preemptions_total", "num_preemptions", "Requests whose KV was given up for others."),
+    ("num_preemptions_total", "num_preemptions", "Requests whose KV blocks were freed for others."),
     ("prefix_cache_queries_total", "prefix_query_tokens",
-     "Known tokens of what was given KV blocks."),
-    ("prefix_cache_hits_total", "prefix_hit_tokens", "Of them, those that the prefix cache held."),
+     "Known tokens of requests that were allocated KV blocks."),
+    ("prefix_cache_hits_total", "prefix_hit_tokens",
+     "Of prefix_cache_queries_total: tokens found in the prefix cache."),
     ("kv_expired_leases_total", "num_expired_leases",
-     "Hand-offs whose puller did not come or renew in time."),
+     "Hand-offs whose puller did not start, or renew its lease, in time."),
     ("kv_host_blocks", "host_blocks", "Cached KV blocks in host memory."),
     ("prefix_cache_host_hits_total", "host_hit_tokens",
-     "Of the hits, those that came from host memory."),
+     "Of prefix_cache_hits_total: tokens found in host memory."),
     ("num_swaps_total", "num_swaps",
-     "Preempted requests whose KV went to host memory, to come back."),
+     "Preempted requests whose KV was copied to host memory."),
     ("kv_host_bytes_out_total", "host_bytes_out", "Bytes copied to host memory."),
     ("kv_host_bytes_in_total", "host_bytes_in", "Bytes copied from host memory."),
     ("kv_disk_blocks", "disk_blocks", "Cached KV blocks on disk."),
     ("prefix_cache_disk_hits_total", "disk_hit_tokens",
-     "Known tokens whose KV was read from disk, into host memory: its hits then have them too."),
+     "Known tokens whose KV was read from disk; also counted in prefix_cache_host_hits_total."),
     ("kv_disk_bytes_out_total", "disk_bytes_out", "Bytes of KV blocks written to disk."),
     ("kv_disk_bytes_in_total", "disk_bytes_in", "Bytes of KV blocks read from disk."),
     ("kv_disk_failures_total", "disk_failures",
-     "KV blocks that the disk did not take, or give back whole."),
+     "KV blocks that could not be written to disk, or read back intact."),
     ("promised_steps_total", "num_promised_steps",
-     "Steps with decodes that were promised something."),
-    ("kept_steps_total", "num_kept_steps", "Of them, those that took no longer."),
-    ("promise_refusals_total", "num_refusals", "Requests that would have broken the promise."),
+     "Steps with decodes under a TBT promise."),
+    ("kept_steps_total", "num_kept_steps", "Of promised_steps_total: steps that kept the promise."),
+    ("promise_refusals_total", "num_refusals",
+     "Requests refused because they would have broken the promise."),
     ("kv_pulls_total", "num_transfers", "Hand-offs that a decode engine completed."),
-    ("kv_pull_bytes_total", "transfer_bytes", "Bytes of them."),
-    ("kv_pull_seconds_total", "transfer_s", "Time of them, added up."),
+    ("kv_pull_bytes_total", "transfer_bytes", "Bytes of completed hand-offs."),
+    ("kv_pull_seconds_total", "transfer_s", "Total time of completed hand-offs."),
     ("kv_transfer_failed_total", "failed_transfers",
      "Hand-offs that failed at a decode engine, by error code.", "reason"),
     ("prefix_fetches_total", "num_fetches",
-     "Prefixes that were pulled from other engines' caches."),
-    ("prefix_fetched_blocks_total", "fetched_blocks", "KV blocks of them."),
-    ("prefix_fetched_bytes_total", "fetched_bytes", "Bytes of them."),
-    ("prefix_fetch_seconds_total", "fetch_s", "Time of them, added up."),
+     "Prefixes pulled from other engines' caches."),
+    ("prefix_fetched_blocks_total", "fetched_blocks", "KV blocks of pulled prefixes."),
+    ("prefix_fetched_bytes_total", "fetched_bytes", "Bytes of pulled prefixes."),
+    ("prefix_fetch_seconds_total", "fetch_s", "Total time of prefix pulls."),
     ("prefix_fetch_failed_total", "failed_fetches",
-     "Prefixes that did not come and were computed, by error code.", "reason"),
+     "Prefix pulls that failed, so that the prefix was computed, by error code.", "reason"),
     ("spec_decode_num_drafts_total", "num_drafts",
-     "Steps of a sequence that had drafts to verify."),
-    ("spec_decode_num_draft_tokens_total", "num_draft_tokens", "These drafts, in tokens."),
+     "Steps with draft tokens to verify, counted per sequence."),
+    ("spec_decode_num_draft_tokens_total", "num_draft_tokens", "Draft tokens."),
     ("spec_decode_num_accepted_tokens_total", "accepted_drafts",
-     "Of them, those that were accepted."),
+     "Draft tokens that were accepted."),
     ("spec_decode_num_accepted_tokens_per_pos_total", "accepted_drafts",
-     "The same by position among a sequence's drafts, from 0.", "position"),
+     "Accepted draft tokens by their position in a sequence's drafts, from 0.", "position"),
     ("spec_decode_mean_acceptance_length", "acceptance_length",
-     "Tokens that a step with drafts adds to a sequence, the one behind them included."),
+     "Mean tokens that a step with drafts adds to a sequence, including the one after the drafts."),
     ("expert_tokens_total", "expert_tokens",
-     "Tokens that chose each expert of a mixture, over all its layers.", "expert"),
+     "Tokens routed to each expert of a mixture, summed over its layers.", "expert"),
 )  # fmt: skip
 
 CACHE_CONFIG = Metric(
     "cache_config_info",
-    "1: the tokens of a KV block, and how many the engines that compute prompts have.",
+    "Always 1. Labels: tokens per KV block; KV blocks of the engines that compute prompts.",
     ("block_size", "num_gpu_blocks"),
 )
 

@@ -268,11 +268,11 @@ class WindowShare:
     # --- notes ------------------------------------------------------------------------------------
 
     def _note_bad(self, gateway: str, error: BadRow) -> None:
-        log.debug("skipped what gateway %s shares: %s", gateway, error)
+        log.debug("skipped the shared counts of gateway %s: %s", gateway, error)
 
     def _note_away(self, reason: str) -> None:
         if self._away_since_s is None:
-            log.warning("the live page shows this gateway alone, Redis is away: %s", reason)
+            log.warning("the live page shows only this gateway, Redis is unreachable: %s", reason)
             self._away_since_s = self._clock.monotonic_s()
 
     def _note_back(self) -> None:

@@ -105,7 +105,7 @@ def check_disk(cold: LocalEngine, kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("swap_space", "name", "why"),
-    [(0.01, "absent", "absent: No such file"), (None, "", "holds what leaves host memory")],
+    [(0.01, "absent", "absent: No such file"), (None, "", "needs host memory for KV blocks")],
 )
 def test_an_engine_does_not_start_without_directory_or_host_memory(
     swap_space: float | None, name: str, why: str, tmp_path: Path

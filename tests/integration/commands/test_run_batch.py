@@ -219,7 +219,7 @@ async def test_a_deployment_that_is_busy_is_asked_again(requests: Path) -> None:
 
     async with deployment(answer) as url:
         code, errors = await run_against(url, requests, results)
-    assert code == 1 and "error: no answer of http://" in errors
+    assert code == 1 and "error: no answer from http://" in errors
     assert set(seen) == {"Bearer secret"}
     found = results_of(results)
     assert 20 - len(BUSY) - 4 <= len(found) <= 20 - len(BUSY)

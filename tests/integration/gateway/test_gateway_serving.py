@@ -532,7 +532,7 @@ async def test_failed_handoffs_are_tried_elsewhere_then_told(
     assert {r.text for r in results} == {expected_text(PROMPT, 4)}
     assert 2 in {r.attempts for r in results}
     world.nodes["d2"].error = HandoffFailed("the wire is cut")
-    with pytest.raises(HandoffFailed, match="could not be handed over"):
+    with pytest.raises(HandoffFailed, match="could not be transferred"):
         await world.client.generate(PROMPT, max_tokens=4).finish()
     assert "the wire is cut" in caplog.text, "the operator reads what the caller is not told"
 

@@ -95,7 +95,8 @@ def test_a_rank_that_is_gone_makes_room(config: EngineConfig) -> None:
 
 
 def test_a_rank_comes_once(config: EngineConfig, head: Head) -> None:
-    with join(config, 1), pytest.raises(PermissionDenied, match="--node-rank: rank 1 has come"):
+    already = "--node-rank: rank 1 has already joined"
+    with join(config, 1), pytest.raises(PermissionDenied, match=already):
         join(config, 1)
 
 
@@ -141,12 +142,12 @@ def test_another_role_or_version_is_refused(
 
 
 def test_a_rank_of_the_first_host_is_refused(config: EngineConfig, head: Head) -> None:
-    with pytest.raises(PermissionDenied, match="rank 0 is none of another host"):
+    with pytest.raises(PermissionDenied, match="rank 0 does not belong to another host"):
         join(config, 0)
 
 
 def test_another_secret_is_refused(config: EngineConfig, head: Head) -> None:
-    with pytest.raises(NodeLost, match="within the handshake"):
+    with pytest.raises(NodeLost, match="during the handshake"):
         join(config, 1, key=ClusterSecret("another secret of the tests").dialing_key)
 
 

@@ -199,8 +199,8 @@ def cut_wire(cluster: Cluster, wire: Wire) -> contextlib.AbstractContextManager[
     ("fault", "reason"),
     [
         pytest.param(end_rank, "ended", marks=pytest.mark.slow),
-        pytest.param(stop_rank, "says nothing for 1.2 s", marks=pytest.mark.slow),
-        (cut_wire, "says nothing for 1.2 s"),
+        pytest.param(stop_rank, "has sent nothing for 1.2 s", marks=pytest.mark.slow),
+        (cut_wire, "has sent nothing for 1.2 s"),
     ],
 )
 async def test_a_lost_host_ends_the_engine_and_requests_go_on_elsewhere(

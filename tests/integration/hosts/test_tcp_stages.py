@@ -176,7 +176,7 @@ def test_a_neighbour_that_is_lost_ends_the_start(threads: ThreadPoolExecutor) ->
     first, second = connected(threads, 2)
     waiting = threads.submit(first.least, 3)
     second.close()
-    with pytest.raises(StartupFailed, match="rank 0 does not reach its stages"):
+    with pytest.raises(StartupFailed, match="rank 0 cannot reach its stages"):
         waiting.result(WAIT_S)
     first.close()
 

@@ -78,7 +78,7 @@ async def test_a_node_names_its_engines_to_who_knows_the_secret_alone(system: Cl
     listed = {m.incarnation for m in await members(system.redis.url, lambda found: len(found) == 2)}
     assert {each for name in NODES for each in await engines_of(system, name)} == listed
     for secret in (None, "a guess"):
-        with pytest.raises((Unauthenticated, NodeLost), match="for somebody else"):
+        with pytest.raises((Unauthenticated, NodeLost), match="for another process"):
             await engines_of(system, "decode-0", secret)
 
 

@@ -191,7 +191,7 @@ def test_a_rank_that_hangs_while_it_starts_ends_the_engine(
     # Long enough for the other ranks to load, on two shared cores.
     timeout_s = 1.0 if moment == "loading" else 10.0
     begin_s = time.monotonic()
-    with pytest.raises(StartupFailed, match="rank 1 has come no further in its start for"):
+    with pytest.raises(StartupFailed, match="rank 1 has made no progress in its start for"):
         load(config, 2, rank_start_timeout_s=timeout_s, rank_timeout_s=2.0)
     assert timeout_s < time.monotonic() - begin_s < timeout_s + 20
     assert [process.poll() for process in started] == [-signal.SIGKILL]

@@ -158,7 +158,7 @@ def test_a_rank_that_hangs_while_it_loads_is_named(model_dir: Path) -> None:
         finally:
             if node.process.poll() is None:
                 node.end(signal.SIGKILL)
-    assert any("rank 1 has come no further in its start for 2 s" in line for line in node.said)
+    assert any("rank 1 has made no progress in its start for 2 s" in line for line in node.said)
     assert pid not in marked_processes(OUR_MARK)
 
 

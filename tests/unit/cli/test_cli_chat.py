@@ -268,7 +268,7 @@ def test_a_deployment_that_gives_up_ends_the_chat(capsys: pytest.CaptureFixture[
         assert address == "127.0.0.1:1"
         time.sleep(10)
     assert ended.value.code == 1 and deployment.is_stopped
-    assert "error: decode-0 keeps ending" in capsys.readouterr().err
+    assert "error: decode-0 exits repeatedly" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("sigterm")
@@ -300,7 +300,11 @@ def test_where_no_gateway_can_be_is_no_traceback(
 @pytest.mark.parametrize(
     ("error", "what", "hint"),
     [
-        (Unauthenticated("the API key is wrong"), "the gateway at a:1 refuses", "BATON_API_KEY"),
+        (
+            Unauthenticated("the API key is wrong"),
+            "the gateway at a:1 refused the call",
+            "BATON_API_KEY",
+        ),
         (Unavailable("Socket closed"), "no gateway answers at a:1", "--ca-file"),
     ],
 )

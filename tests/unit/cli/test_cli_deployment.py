@@ -45,8 +45,8 @@ async def loop() -> None:
         (("E grpc", "error: no port", "  try: another"), "p-0: no port", "another"),
         (("error: a", "  try: b", "error: no port"), "p-0: no port", ""),
         (("error: no port", "and more"), "p-0: no port", ""),
-        (("Killed",), "p-0 ended with code 1; it said:\n  Killed", ""),
-        ((), "p-0 ended with code 1 and said nothing more", ""),
+        (("Killed",), "p-0 ended with code 1; its last lines:\n  Killed", ""),
+        ((), "p-0 ended with code 1 without a message", ""),
     ],
 )
 async def test_a_part_s_own_error_is_passed_on(
@@ -293,6 +293,6 @@ def test_adapters_need_engines_that_serve_them() -> None:
     ],
 )
 def test_what_only_one_node_can_have_is_refused(flag: str, node: NodeConfig) -> None:
-    with pytest.raises(StartupFailed, match=f"^{flag} is one node's") as failed:
+    with pytest.raises(StartupFailed, match=f"^{flag} is for a single node") as failed:
         Deployment(UpConfig(), EngineConfig(model="demo"), node, GatewayConfig(), print)
     assert "--http-port" in failed.value.hint

@@ -142,4 +142,4 @@ def test_models_that_cannot_be_served(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(spec))
     mixed = check(tmp_path)
     assert "lacks the tensor model.layers.6" in mixed.text
-    assert "not of one model" in mixed.advice
+    assert "do not belong together" in mixed.advice

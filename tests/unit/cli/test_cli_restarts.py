@@ -188,7 +188,7 @@ async def test_a_redis_is_started_again_once_nobody_can_reach_it(
     keeping.cancel()
     await asyncio.wait({keeping})
     assert keeping.cancelled() and redis.num_starts == 3
-    assert said[0] == f"{redis.socket_path} is gone: starts again, empty"
+    assert said[0] == f"{redis.socket_path} is gone: restarting, empty"
     assert said.count("cannot be started: [Errno 13] Permission denied") == 2
 
 
@@ -205,7 +205,7 @@ async def test_a_part_that_keeps_ending_ends_all_by_name(
     async with asyncio.timeout(2):
         assert await child_group.run(group, nullcontext(), announce) == 1
     error, hint = capsys.readouterr().err.splitlines()
-    assert error == "error: decode-1 keeps ending: given up"
+    assert error == "error: decode-1 exits repeatedly: giving up"
     assert hint.startswith("  try: ")
 
 

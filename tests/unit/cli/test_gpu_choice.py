@@ -62,12 +62,12 @@ def refused(*args: object, **options: object) -> StartupFailed:
 @pytest.mark.parametrize(
     ("count", "tp", "prefill", "decode", "why"),
     [
-        (1, 1, "0", "0", "no second engine"),
-        (2, 1, "0", "1", "an engine each"),
+        (1, 1, "0", "0", "too few GPUs"),
+        (2, 1, "0", "1", "one per engine"),
         (3, 1, "0,1", "2", "odd engine for prefill"),
-        (4, 1, "0,1", "2,3", "an engine each"),
-        (2, 2, "0,1", "0,1", "no second engine"),
-        (4, 2, "0,1", "2,3", "2 an engine"),
+        (4, 1, "0,1", "2,3", "one per engine"),
+        (2, 2, "0,1", "0,1", "too few GPUs"),
+        (4, 2, "0,1", "2,3", "2 per engine"),
         (5, 2, "0,1", "2,3", "GPU 4 is left over"),
         (6, 2, "0,1,2,3", "4,5", "odd engine for prefill"),
     ],
@@ -96,8 +96,8 @@ def test_an_engine_has_as_many_gpus_as_its_stages_have_together() -> None:
         ("aggregated", 1, 1, "0", "--mode aggregated"),
         ("aggregated", 3, 1, "0,1,2", "--mode aggregated"),
         ("aggregated", 5, 2, "0,1,2,3", "--mode aggregated"),
-        ("auto", 1, 1, "0", "no second engine"),
-        ("auto", 3, 2, "0,1", "no second engine"),
+        ("auto", 1, 1, "0", "too few GPUs"),
+        ("auto", 3, 2, "0,1", "too few GPUs"),
     ],
 )
 def test_engines_that_do_both_have_their_gpus_for_themselves(
@@ -142,7 +142,7 @@ def test_two_engines_of_one_gpu_take_half_each() -> None:
     assert chosen(host(1), share=0.4).engine.gpu_memory_utilization == 0.4
     assert chosen(host(2)).engine.gpu_memory_utilization == 0.9
     error = refused(host(1), share=0.6)
-    assert "each wants 0.6" in error.message and "0.45" in error.hint
+    assert "each takes 0.6" in error.message and "0.45" in error.hint
 
 
 def test_weights_that_do_not_fit_are_refused_with_the_numbers() -> None:
@@ -181,7 +181,7 @@ def test_one_flag_leaves_the_rest_to_the_other_role() -> None:
     choice = chosen(host(4), UpConfig(mode="disaggregated", decode_gpus="0,1"), tp=2)
     assert (choice.up.prefill_gpus, choice.up.decode_gpus) == ("2,3", "0,1")
     error = refused(host(2), UpConfig(mode="disaggregated", prefill_gpus="0,1"))
-    assert "what is left is no engine" in error.message and "--decode-gpus" in error.hint
+    assert "the rest is too few for an engine" in error.message and "--decode-gpus" in error.hint
     choice = chosen(host(4), gpus="2,3")
     assert (choice.up.prefill_gpus, choice.up.decode_gpus) == ("2", "3")
 

@@ -116,7 +116,7 @@ def test_a_new_certificate_counts_from_the_next_handshake_on(
     make_certificates(tmp_path / "new")
     shutil.copy(tmp_path / "new/server.crt", chain)
     assert handshake(context, certs / "ca.crt") == first, "half of a pair is none"
-    assert "the one before stays" in caplog.text
+    assert "the previous one stays in use" in caplog.text
     shutil.copy(tmp_path / "new/server.key", key)
     assert handshake(context, tmp_path / "new/ca.crt") != first
     with pytest.raises(ssl.SSLError):
@@ -141,7 +141,7 @@ def test_a_pair_is_read_whole_or_not_at_all(
         make = tls._new_context
         patch.setattr(tls, "_new_context", lambda: (write("server"), make())[1])
         assert files.current() is before
-    assert "just being written" in caplog.text
+    assert "being written" in caplog.text
     newest = files.current()
     assert newest.chain == (certs / "server.crt").read_bytes()
     shown = handshake(newest.context, certs / "ca.crt")
@@ -273,7 +273,7 @@ def test_a_renewed_certificate_counts_from_the_moment_that_it_is_valid(
         shutil.copy(tmp_path / "new" / name, tmp_path / name.replace("server", "tls"))
     for _ in range(3):
         assert files.current() is first
-    assert caplog.text.count("the one before stays") == 1
+    assert caplog.text.count("the previous one stays in use") == 1
     clock.advance(5)
     assert files.current() is not first
     assert shown.read_bytes() in (files.current().chain, files.current().ca)
@@ -304,7 +304,7 @@ def test_the_last_two_weeks_are_warned_of_until_the_file_is_renewed(
         shutil.copy(tmp_path / f"new/server.{end}", tmp_path / f"tls.{end}")
     caplog.clear()
     files.warn_of_end()
-    assert [record.levelname for record in caplog.records] == ["INFO"], "read anew"
+    assert [record.levelname for record in caplog.records] == ["INFO"], "reloaded"
     assert files.current().ends_s == {str(chain): from_and_until(chain)[1]}
 
 

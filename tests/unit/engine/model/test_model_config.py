@@ -138,7 +138,7 @@ def test_resolve_says_what_to_do_instead(tmp_path: Path) -> None:
         "nothing-here": "demo",
         str(tmp_path / "missing"): "give a path",
         str(tmp_path / "empty"): "config.json and",
-        str(write(tmp_path) / "config.json"): "the directory it lies in",
+        str(write(tmp_path) / "config.json"): "the directory that contains it",
     }
     for name, hint in hints.items():
         with pytest.raises(StartupFailed) as caught:

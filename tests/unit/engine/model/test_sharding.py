@@ -209,7 +209,7 @@ def test_heads_of_a_rank(tmp_path: Path) -> None:
         (
             {"num_attention_heads": 12, "num_key_value_heads": 6},
             4,
-            "4 neither divides the model's 6 KV heads nor is divided",
+            "4 neither divides the model's 6 KV heads nor is a multiple of them",
         ),
         (
             {

@@ -342,9 +342,9 @@ def check_hung(world: World, *, rank: int) -> None:
     """The rank is lost after START_TIMEOUT_S, and rank 0 no longer waits."""
     found = world.lost.get(timeout=2 * START_TIMEOUT_S)
     assert isinstance(found, StartupFailed)
-    assert found.message == f"rank {rank} has come no further in its start for 0.6 s"
+    assert found.message == f"rank {rank} has made no progress in its start for 0.6 s"
     assert "--rank-start-timeout-s" in found.hint
-    with pytest.raises(StartupFailed, match=f"rank {rank} has come no further"):
+    with pytest.raises(StartupFailed, match=f"rank {rank} has made no progress"):
         world.followers.meet(b"")
 
 

@@ -274,8 +274,8 @@ TENSOR_FAULTS: list[tuple[str, torch.Tensor | None, str]] = [
     ("d2t", torch.zeros(59, dtype=torch.int64), r"d2t in .*shape \[59\], not of 60 integers"),
     ("d2t", torch.zeros(60), "d2t in .* is of type torch.float32"),
     ("d2t", torch.full((60,), 64), "d2t in .* has numbers of 64"),
-    ("d2t", torch.full((60,), 5), "d2t gives ids that are none"),
-    ("d2t", torch.eye(60, dtype=torch.int64)[0], "d2t gives ids that are none, or one twice"),
+    ("d2t", torch.full((60,), 5), "d2t has invalid"),
+    ("d2t", torch.eye(60, dtype=torch.int64)[0], "d2t has invalid or duplicate ids"),
 ]
 
 

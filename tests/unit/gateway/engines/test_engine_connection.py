@@ -395,7 +395,7 @@ async def test_a_stranger_at_the_address_is_not_spoken_with(scene: Scene) -> Non
     """A process without the key receives nothing but the opening."""
     scene.door._key = handshake_key("a secret of somebody else")
     reason = await scene.connection().run()
-    assert reason == "it hung up within the handshake"  # the process cannot verify the gateway
+    assert reason == "it hung up during the handshake"  # the process cannot verify the gateway
     assert (scene.events.heard, scene.ends) == ([], [])
 
 
@@ -563,10 +563,10 @@ async def test_the_engines_last_word_is_the_reason(scene: Scene) -> None:
 
 async def test_an_engine_that_lost_a_host_was_killed_by_no_request(scene: Scene) -> None:
     async with scene.linked() as (_, end, running):
-        ended = codec.error_to_wire(HostLost("rank 1 on there says nothing for 1.2 s"))
+        ended = codec.error_to_wire(HostLost("rank 1 on there has sent nothing for 1.2 s"))
         end.send(node_pb2.NodeMessage(engine_ended=ended).SerializeToString())
         await scene.die()
-        assert await running == "rank 1 on there says nothing for 1.2 s"
+        assert await running == "rank 1 on there has sent nothing for 1.2 s"
         assert not scene.events.has_died
 
 
@@ -712,7 +712,7 @@ async def test_an_engine_that_does_not_read_costs_no_wait_and_not_all_memory(
         end.writer.transport.pause_reading()
         for _ in range(400):
             connection.cancel("r" * 100_000, 0)
-        assert await running == "the engine does not read"
+        assert await running == "the engine does not read its messages"
         assert scene.events.has_died is False
         connection.cancel("r", 0)  # not sent anywhere
 

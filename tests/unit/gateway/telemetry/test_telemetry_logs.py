@@ -112,7 +112,7 @@ def test_floods_are_cut_and_told(written: Lines) -> None:
     assert len(written.lines) == MAX_ALIKE + 1
     written.clock.advance(ALIKE_S)
     log.warning("node %d is away", 7)
-    assert written.lines[-1]["message"] == "node 7 is away (80 more like this were left out)"
+    assert written.lines[-1]["message"] == "node 7 is away (80 more like this were suppressed)"
     for _ in range(100):
         log.info("call", extra=fields({"a": 1}, is_unlimited=True))
     assert len(written.lines) == MAX_ALIKE + 2 + 100

@@ -75,7 +75,7 @@ class FakeLane:
             self._fabric.before_send.pop()()  # type: ignore[operator]
         if self._fabric.break_next:
             self._fabric.break_next = False
-            raise HandoffFailed("NCCL: the pair broke")
+            raise HandoffFailed("NCCL: the pair failed")
         self._wire.put(self._blocks.read(block_ids).tobytes())
 
     def receive(self, num_blocks: int, block_ids: Ids | None, deadline: Deadline) -> None:

@@ -23,7 +23,7 @@ HUNG_UP, NOBODY = NodeLost("it hung up"), ConnectionRefusedError("nobody is ther
 @pytest.mark.parametrize(
     ("answers", "said"),
     [
-        ([HUNG_UP] * 4, "hangs up within the handshake"),
+        ([HUNG_UP] * 4, "hangs up during the handshake"),
         ([HUNG_UP, HUNG_UP, HUNG_UP, NOBODY, HUNG_UP], "refuses this host"),
         ([NOBODY] * 9, "refuses this host"),
     ],
