@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 from ...cluster.exposure import check_secret
 from ...cluster.known_nodes import KnownNodes, ask_members
@@ -55,7 +56,7 @@ from ..request.setbacks import SessionLimits
 from ..security.security import Security
 from ..telemetry.telemetry import Telemetry
 from ..telemetry.window.redis_windows import RedisWindows
-from ..telemetry.window.window_share import About, WindowShare
+from ..telemetry.window.window_share import WindowShare
 from ..validation.served_model import ServedModel
 from .startup_message import startup_lines
 
@@ -188,10 +189,14 @@ class Gateway:
     def _can_serve(self) -> bool:
         return self._is_ready.is_set() and not self._door.is_draining
 
-    def _about(self) -> About:
+    def _about(self) -> dict[str, Any]:
         port = self.http_port if self.own_http_port is None else self.own_http_port
-        name = f"{socket.gethostname()}:{port}"
-        return About(name, version(), self._can_serve(), self._door.is_draining)
+        return {
+            "name": f"{socket.gethostname()}:{port}",
+            "version": version(),
+            "is_ready": self._can_serve(),
+            "is_draining": self._door.is_draining,
+        }
 
     async def start(self) -> None:
         """Begin to listen and to look for engines."""

@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ import msgspec
 
 from ....cluster.redis_client import RedisAway
 from ....core.ports import Clock
+from ..metrics import metric_table as table
 from ..metrics.tally import Tally
 from .redis_windows import MAX_GATEWAYS, STATE_TTL_S, RedisWindows
 from .row_message import (
@@ -33,7 +33,8 @@ from .row_message import (
     unpack_row,
     unpack_state,
 )
-from .window import HOUR_ROW_S, HOUR_S, KEPT, SPAN_S, TelemetryWindow, counts_of
+from .rows import Rows
+from .window import HOUR_ROW_S, HOUR_S, KEPT, SPAN_S, TelemetryWindow
 
 log = logging.getLogger(__name__)
 
@@ -44,17 +45,8 @@ _MAX_READ = 512  # rows in one turn
 _MAX_OTHERS = 4 * MAX_GATEWAYS  # other gateways that are kept in memory
 _MERGED_AT_ONCE = 16  # rows between two yields to the event loop
 _RATES_OVER_S = 10
+_RATED = (table.BEGAN.name, table.OUTPUT_TOKENS.name)
 _OUT_OF_STEP_S = 0.75  # how far Redis' clock may drift from ours before seconds are numbered anew
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    """The description of this gateway that other gateways show with its figures."""
-
-    name: str
-    version: str
-    is_ready: bool
-    is_draining: bool
 
 
 @dataclass(slots=True)
@@ -68,20 +60,21 @@ class _Other:
 
 @dataclass(eq=False)
 class WindowShare:
-    """The exchange of one gateway. `_gateway`: its random id; `_about`: its description.
+    """The exchange of one gateway. `_gateway`: its random id; `_about`: its description, the fields
+    `name`, `version`, `is_ready` and `is_draining` of its state.
 
-    `_longer`: rows of HOUR_ROW_S, by their first second. `_rates`: counts by own second, up to
-    `_noted`. `_shift`: seconds by which Redis' clock is ahead of ours.
+    `_longer`: rows of HOUR_ROW_S, by their first second. `_last_seconds`: own ones up to `_noted`.
+    `_shift`: seconds by which Redis' clock is ahead of ours.
     """
 
     _window: TelemetryWindow
     _store: RedisWindows
     _gateway: str
-    _about: Callable[[], About]
+    _about: Callable[[], dict[str, Any]]
     _clock: Clock
     _others: dict[str, _Other] = field(default_factory=dict)
     _longer: dict[int, Tally] = field(default_factory=dict)
-    _rates: deque[tuple[int, dict[str, int]]] = field(default_factory=deque)
+    _last_seconds: Rows = field(default_factory=lambda: Rows(1, _RATES_OVER_S, _RATED))
     _shift: int | None = None
 
     def __post_init__(self) -> None:
@@ -140,10 +133,9 @@ class WindowShare:
         now = int(self._clock.monotonic_s())
         for number in range(self._noted + 1, now):
             if number in self._outbox:
-                self._rates.append((number, counts_of(self._outbox[number])))
+                self._last_seconds.add(number, self._outbox[number])
         self._noted = now - 1
-        while self._rates and self._rates[0][0] < now - _RATES_OVER_S:
-            self._rates.popleft()
+        self._last_seconds.expire(now)
         return now
 
     async def _keep_in_step(self) -> None:
@@ -186,17 +178,14 @@ class WindowShare:
 
     def _state(self, through: int) -> GatewayState:
         over_s = min(_RATES_OVER_S, max(1.0, self._clock.monotonic_s() - self._began_s))
-
-        def per_s(name: str) -> float:
-            return sum(counts[name] for _, counts in self._rates) / over_s
-
+        counts = self._last_seconds.total.counts
         return GatewayState(
             gateway=self._gateway,
             through=through,
             num_running=self._window.num_running,
-            began_per_s=per_s("began"),
-            output_tokens_per_s=per_s("output_tokens"),
-            **asdict(self._about()),
+            began_per_s=counts[table.BEGAN.name,] / over_s,
+            output_tokens_per_s=counts[table.OUTPUT_TOKENS.name,] / over_s,
+            **self._about(),
         )
 
     @property

@@ -32,7 +32,7 @@ from baton.gateway.telemetry.window.row_message import (
 )
 from baton.gateway.telemetry.window.snapshot import window_snapshot
 from baton.gateway.telemetry.window.window import TelemetryWindow, counts_of
-from baton.gateway.telemetry.window.window_share import LAG_S, About, WindowShare
+from baton.gateway.telemetry.window.window_share import LAG_S, WindowShare
 
 TARGETS = SloTargets(0.2, 0.05)
 KEY = RowKey("a" * 32, 1, 7)
@@ -61,7 +61,7 @@ class PlayedGateway:
         self.clock = clock
         self.window = TelemetryWindow(clock)
         self.feed: CallFeed = feed_of(clock, window=self.window)
-        about = About(f"host-{number}", "1", is_ready=True, is_draining=False)
+        about = {"version": "1", "is_ready": True, "is_draining": False, "name": f"host-{number}"}
         self.share = WindowShare(self.window, cluster.store, f"{number:032x}", lambda: about, clock)
 
     def snapshot(self, **options: Any) -> dict[str, Any]:
