@@ -52,7 +52,7 @@ def window_snapshot(
     has the earlier ones. `num_again`: rows before it to repeat, since another gateway's rows may
     have been late. `of_hour`: the last hour, in longer rows.
     """
-    span = window.last_hour if of_hour else window.last_minutes
+    span = window.rows(of_hour=of_hour)
     total = span.total
     now_s = window.now_s()
     now = int(now_s)
@@ -125,7 +125,7 @@ def _slo(span: Rows, covered_s: float, targets: SloTargets) -> dict[str, float |
 
 def _rates(window: TelemetryWindow, now: int) -> dict[str, float]:
     """Rates per second, over the last whole seconds."""
-    span = window.last_minutes
+    span = window.rows()
     over_s = min(RATE_SPAN_S, int(window.covered_s(span)))
     found: Counter[str] = Counter()
     for number in range(now - window.lag_s - over_s, now - window.lag_s):

@@ -104,18 +104,10 @@ class TelemetryWindow:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    @property
-    def last_minutes(self) -> Rows:
-        """As of now."""
-        return self._as_of_now(self._last_minutes)
-
-    @property
-    def last_hour(self) -> Rows:
-        """As of now."""
-        return self._as_of_now(self._last_hour)
-
-    def _as_of_now(self, rows: Rows) -> Rows:
+    def rows(self, *, of_hour: bool = False) -> Rows:
+        """Those of the last minutes or of the last hour, as of now."""
         self.settle()
+        rows = self._last_hour if of_hour else self._last_minutes
         rows.expire(int(self.now_s()))
         return rows
 

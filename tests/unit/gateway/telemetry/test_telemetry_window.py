@@ -194,7 +194,7 @@ def test_window_equals_brute_force(
     play(feed, clock, oracle, happenings)
     now_s = clock.monotonic_s()
     snapshot = window_snapshot(window, SloTargets(ttft_slo_s, tbt_slo_s))
-    assert +Counter(counts_of(window.last_minutes.total)) == oracle.count(now_s)
+    assert +Counter(counts_of(window.rows().total)) == oracle.count(now_s)
     for name in ("ttft", "tbt", "handoff_gap", "tpot", "e2e"):
         samples, found = oracle.latency(now_s, name), snapshot["latency"][name]
         assert found["num_samples"] == len(samples), name
@@ -216,9 +216,9 @@ def test_gaps_and_coalesced_tokens_add_up_to_all_tokens() -> None:
     for _ in range(300):
         clock.advance(rng.random() / 100)
         rng.choice(calls).deliver(rng.randint(1, 3))
-    counts = counts_of(window.last_minutes.total)
+    counts = counts_of(window.rows().total)
     num_streams = sum(1 for call in calls if call.record.token_times[0])
-    gaps = window.last_minutes.total.histogram(LATENCIES["tbt"]).num_samples
+    gaps = window.rows().total.histogram(LATENCIES["tbt"]).num_samples
     assert gaps + counts["coalesced_tokens"] + num_streams == counts["output_tokens"]
 
 
@@ -247,7 +247,7 @@ def test_a_page_that_asks_again_gets_every_second_once() -> None:
     whole = window_snapshot(window, SloTargets(1, 1))
     assert tokens == sum(whole["series"]["output_tokens"])
     heat = sum(sum(column[2::2]) for column in whole["heatmaps"]["tbt"])
-    rows, offset_s = window.last_minutes.rows, window.to_unix_s(0)
+    rows, offset_s = window.rows().rows, window.to_unix_s(0)
     numbers = {round(t_unix_s - offset_s) for t_unix_s in whole["series"]["t_unix_s"]}
     coalesced = sum(counts_of(rows[n])["coalesced_tokens"] for n in numbers & rows.keys())
     assert coalesced
@@ -323,9 +323,9 @@ def test_memory_does_not_grow_with_load() -> None:
     for _ in range(10):
         clock.advance(1)
         PlayedCall(clock, feed).end(EngineFailed("x"))
-    assert len(window.last_minutes.rows) <= 3
+    assert len(window.rows().rows) <= 3
     assert len(window.recent) == 5
     assert window.num_running == 0
     clock.advance(100)
-    empty = window.last_minutes.total
+    empty = window.rows().total
     assert not empty.counts and not empty.histograms
