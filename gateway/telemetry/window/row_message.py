@@ -1,7 +1,7 @@
 """The messages with which gateways share their windows: MessagePack, compressed by zlib. Any
 invalid message raises BadRow and no other error.
 
-    GatewayState   the state of a gateway now, and the last second whose rows can be read
+    GatewayState   the state of a gateway now
     RowMessage     one row of one gateway: counts, histograms, a sample for SLOs, calls to list
 Seconds are of Redis' clock, which all gateways share. A row names its buckets (metrics/tally.py):
 only gateways with equal buckets add it up.
@@ -39,13 +39,12 @@ class BadRow(Exception):
     """Not a message of a gateway's window; the text is why."""
 
 
-class GatewayState(msgspec.Struct, frozen=True, array_like=True, tag="gateway 1"):
-    """`through`: the last second whose rows were written; rates are of the last whole seconds."""
+class GatewayState(msgspec.Struct, frozen=True, array_like=True, tag="gateway 2"):
+    """Rates are of the last whole seconds."""
 
     gateway: HexId
     name: Text
     version: Text
-    through: Count
     num_running: Count
     began_per_s: _Number
     output_tokens_per_s: _Number

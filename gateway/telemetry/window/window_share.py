@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
+from msgspec.structs import asdict
 
 from ....cluster.redis_client import RedisAway
 from ....core.ports import Clock
@@ -119,8 +119,8 @@ class WindowShare:
             "is_shared": since_s is None,
             "alone_since_unix_s": None if since_s is None else self._window.to_unix_s(since_s),
             "gateways": [
-                _row(self._state(0), is_own=True),
-                *(_row(state, is_own=False) for state in sorted(states, key=lambda s: s.name)),
+                asdict(self._state()) | {"is_own": True},
+                *(asdict(s) | {"is_own": False} for s in sorted(states, key=lambda s: s.name)),
             ],
         }
 
@@ -162,7 +162,7 @@ class WindowShare:
         longer = [begin for begin in self._longer if begin + HOUR_ROW_S <= whole]
         rows |= {key_of(HOUR_ROW_S, begin): self._longer[begin] for begin in longer}
         packed = {key: pack_row(key, self._began_unix_s(key), row) for key, row in rows.items()}
-        state = pack_state(self._state(through))
+        state = pack_state(self._state())
         gateways = await self._store.write(self._gateway, through, state, packed)
         for begin in longer:
             del self._longer[begin]
@@ -176,12 +176,11 @@ class WindowShare:
         """The start of a row by this gateway's clock."""
         return self._window.to_unix_s(key.second - self._shifted)
 
-    def _state(self, through: int) -> GatewayState:
+    def _state(self) -> GatewayState:
         over_s = min(_RATES_OVER_S, max(1.0, self._clock.monotonic_s() - self._began_s))
         counts = self._last_seconds.total.counts
         return GatewayState(
             gateway=self._gateway,
-            through=through,
             num_running=self._window.num_running,
             began_per_s=counts[table.BEGAN.name,] / over_s,
             output_tokens_per_s=counts[table.OUTPUT_TOKENS.name,] / over_s,
@@ -268,12 +267,6 @@ class WindowShare:
         if self._away_since_s is not None:
             log.info("the live page shows all gateways")
         self._away_since_s = None
-
-
-def _row(state: GatewayState, *, is_own: bool) -> dict[str, Any]:
-    row = msgspec.structs.asdict(state) | {"is_own": is_own}
-    del row["through"]
-    return row
 
 
 def _missing(gateway: str, after: int, through: int) -> list[RowKey]:
