@@ -251,20 +251,13 @@ def _attainment(slo: Slo, judged: Sequence[Record], seconds: float) -> dict[str,
 
 def _shown(plan: Plan) -> dict[str, Any]:
     shape = plan.shape
-    loop = {"concurrency": plan.concurrency}
-    if plan.rate_per_s is not None:
-        loop = {"rate_per_s": plan.rate_per_s}  # type: ignore[dict-item]
+    loop = "concurrency" if plan.rate_per_s is None else "rate_per_s"
+    of_plan = (loop, "num_requests", "duration_s", "num_warmups")
+    of_shape = ("input_len", "output_len", "range_ratio", "shared_prefix_len", "seed")
     found = {
-        **loop,
-        "num_requests": plan.num_requests,
-        "duration_s": plan.duration_s,
-        "num_warmups": plan.num_warmups,
+        **{name: getattr(plan, name) for name in of_plan},
         "dataset": shape.dataset if shape.path is None else f"{shape.dataset} {shape.path.name}",
-        "input_len": shape.input_len,
-        "output_len": shape.output_len,
-        "range_ratio": shape.range_ratio,
-        "shared_prefix_len": shape.shared_prefix_len,
-        "seed": shape.seed,
+        **{name: getattr(shape, name) for name in of_shape},
     }
     return {name: None if value == math.inf else value for name, value in found.items()}
 

@@ -78,8 +78,8 @@ def measure() -> list[Figure]:
     elsewhere = TelemetryWindow(clock)
 
     def merge() -> None:
-        message, row = unpack_row(packed, _KEY)
-        elsewhere.merge(int(clock.now_s), 1, row, message.recent)
+        _, row = unpack_row(packed, _KEY)
+        elsewhere.merge(int(clock.now_s), 1, row)
 
     out_ms = tuple(s * 1e3 for s in repeat_s(lambda: pack_row(_KEY, 0.0, own), _REPEATS))
     in_ms = tuple(s * 1e3 for s in repeat_s(merge, _REPEATS))

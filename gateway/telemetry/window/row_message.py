@@ -117,8 +117,8 @@ def pack_row(key: RowKey, unix_s: float, row: Tally) -> bytes:
     return b""
 
 
-def unpack_row(packed: bytes, key: RowKey) -> tuple[RowMessage, Tally]:
-    """The row that was read at this key; raises BadRow."""
+def unpack_row(packed: bytes, key: RowKey) -> tuple[float, Tally]:
+    """The row that was read at this key, after its begin by its writer's clock; raises BadRow."""
     message = _unpack(packed, _rows)
     if message.key != key:
         raise BadRow("another row's")
@@ -126,14 +126,14 @@ def unpack_row(packed: bytes, key: RowKey) -> tuple[RowMessage, Tally]:
         raise BadRow("histograms with other buckets: another version")
     if not bool(message.num_judged) <= len(message.judged) <= message.num_judged:
         raise BadRow("more calls than there were, or none of them")
-    tally = Tally(judged=Judged(message.num_judged, message.judged))
+    tally = Tally(judged=Judged(message.num_judged, message.judged), ended=message.recent)
     for name, number in message.counts.items():
         _check(name, is_histogram=False)
         tally.counts[name] = number
     for name, (total, counts) in message.histograms.items():
         _check(name, is_histogram=True)
         tally.histograms[name].add(counts, total)
-    return message, tally
+    return message.unix_s, tally
 
 
 def _unpack(packed: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:

@@ -10,7 +10,7 @@ names in results. snapshot.py renders the window as JSON, window_share.py exchan
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ....core.errors import Cancelled
 from ....core.ports import Clock
@@ -79,7 +79,7 @@ class TelemetryWindow:
         """Add the tally of this gateway for this second, or for a part of it."""
         if not (tally.counts or tally.histograms):
             return
-        self._add((self._last_minutes, self._last_hour), number, tally, tally.ended)
+        self._add(number, 1, tally)
         if self.outbox is not None:
             own = self.outbox.setdefault(number, Tally())
             own.join(tally, KEPT)
@@ -87,20 +87,18 @@ class TelemetryWindow:
             if len(self.outbox) > SPAN_S:
                 del self.outbox[next(iter(self.outbox))]
 
-    def merge(self, number: int, row_s: int, row: Tally, ended: Iterable[EndedCall] = ()) -> None:
+    def merge(self, number: int, row_s: int, row: Tally) -> None:
         """Add another gateway's row, of 1 s or HOUR_ROW_S, that begins at this second."""
         self.began_s = min(self.began_s, number)
-        spans = (self._last_minutes, self._last_hour) if row_s == 1 else (self._last_hour,)
-        self._add(spans, number, row, ended)
+        self._add(number, row_s, row)
 
-    def _add(
-        self, spans: Iterable[Rows], number: int, tally: Tally, ended: Iterable[EndedCall]
-    ) -> None:
+    def _add(self, number: int, row_s: int, tally: Tally) -> None:
         now_s = self.now_s()
-        for rows in spans:
-            rows.expire(int(now_s))
-            rows.add(number, tally)
-        self.recent.extend((now_s, call) for call in ended)
+        for rows in (self._last_minutes, self._last_hour):
+            if row_s <= rows.row_s:
+                rows.expire(int(now_s))
+                rows.add(number, tally)
+        self.recent.extend((now_s, call) for call in tally.ended)
 
     # --- reading ----------------------------------------------------------------------------------
 

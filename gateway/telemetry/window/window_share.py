@@ -236,12 +236,13 @@ class WindowShare:
             return  # no events, or the row has expired
         number = key.second - self._shifted
         try:
-            message, row = unpack_row(packed, key)
+            unix_s, row = unpack_row(packed, key)
         except BadRow as error:
             self._note_bad(key.gateway, error)
         else:
-            ahead_s = self._began_unix_s(key) - message.unix_s
-            self._window.merge(number, key.row_s, row, [c.moved(ahead_s) for c in message.recent])
+            ahead_s = self._began_unix_s(key) - unix_s
+            row.ended = [call.moved(ahead_s) for call in row.ended]
+            self._window.merge(number, key.row_s, row)
 
     def _forget(self) -> None:
         """Drop expired states: the load of these gateways is not known any more."""
