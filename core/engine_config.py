@@ -153,7 +153,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in (
             *("block_size", "tensor_parallel_size", "pipeline_parallel_size", "nnodes"),
-            "prefill_chunk_tokens",
+            *("prefill_chunk_tokens", "num_threads"),
         ):
             if (number := getattr(self, name)) is not None and number < 1:
                 raise StartupFailed(f"--{name.replace('_', '-')} must be at least 1")

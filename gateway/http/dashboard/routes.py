@@ -117,7 +117,7 @@ async def file(request: web.Request) -> web.Response:
 async def snapshot(request: web.Request) -> web.Response:
     """The whole snapshot for the targets `ttft_ms` and `tbt_ms`, at most a second old; with
     `span_s=3600` of the last hour."""
-    data = request.app[FEED].data(_view(request), is_whole=True)
+    data = request.app[FEED].data(_view(request))
     response = web.Response(body=data, content_type="application/json", headers=_DATA_HEADERS)
     response.enable_compression()
     return response

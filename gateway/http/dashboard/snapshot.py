@@ -100,7 +100,7 @@ class SnapshotFeed:
             if sent == self._number:
                 await ticked.wait()
 
-    def data(self, view: View, *, is_whole: bool) -> bytes:
+    def data(self, view: View, *, is_whole: bool = True) -> bytes:
         """Everything of the window, at most a second old, or what came since the last tick."""
         made = self._made.get((view, is_whole))
         if made is None:
