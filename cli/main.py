@@ -195,7 +195,8 @@ def _chat(arguments: argparse.Namespace) -> int:
         lambda: chat.run(
             arguments.address,
             arguments.ca_file,
-            *flags.parse_all(arguments, UpConfig, EngineConfig),
+            flags.parse(UpConfig, arguments),
+            flags.parse(EngineConfig, arguments),
             {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature},
             is_completion=arguments.completion,
         )
