@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
-from ...core.errors import BatonError, Cancelled
+from ...core.errors import Cancelled
 from ...core.request.timeline import Event
 from ..request.output_chunk import RequestResult
 from .calls.call_record import CallRecord
-from .calls.ended_call import EndedCall, between_s
+from .calls.ended_call import EndedCall, between_s, ended_call
 from .calls.slo import SloTargets
 from .metrics import metric_table as table
 from .metrics.metric_store import OTHER
@@ -27,18 +28,22 @@ _PHASES = (  # as vLLM defines them, as far as that fits two nodes
 
 @dataclass(slots=True)
 class Noted:
-    """Deliveries that no tally has yet."""
+    """Events that no tally has yet."""
 
-    num_firsts: int = 0  # of samples
+    refused: Counter[str] = field(default_factory=Counter)  # by the error's code
+    lookups_s: list[float] = field(default_factory=list)  # of the calls that began
+    prompt_tokens: int = 0
+    num_firsts: int = 0  # samples' first deliveries
     gaps_s: list[float] = field(default_factory=list)  # before all further deliveries
     coalesced_tokens: int = 0
     ttfts_s: list[float] = field(default_factory=list)
     handoff_gaps_s: list[float] = field(default_factory=list)
+    ended: list[CallRecord] = field(default_factory=list)
 
 
 class CallCounts:
-    """The counting of one gateway, into `tally`; deliveries are in `noted` before. Its first
-    MAX_TENANTS tenants have labels."""
+    """The counting of one gateway, from `noted` into `tally`. Its first MAX_TENANTS tenants have
+    labels."""
 
     def __init__(self, targets: SloTargets) -> None:
         self.noted = Noted()
@@ -46,26 +51,24 @@ class CallCounts:
         self._targets = targets
         self._tenants: set[str] = set()
 
-    def refused(self, error: BatonError) -> None:
-        self.tally.count(table.REJECTIONS, 1, error.code)
-
-    def began(self, record: CallRecord) -> None:
-        self.tally.count(table.BEGAN)
-        self.tally.count(table.PROMPT_TOKENS, record.prompt_tokens)
-        self.tally.observe(table.LOOKUP, record.lookup_s)
-
-    def delivered(self) -> None:
-        """Count what is noted."""
-        tally, noted, self.noted = self.tally, self.noted, Noted()
+    def count(self, noted: Noted) -> None:
+        """Add all but the calls that ended."""
+        tally = self.tally
+        for code, number in noted.refused.items():
+            tally.count(table.REJECTIONS, number, code)
+        if noted.lookups_s:
+            tally.count(table.BEGAN, len(noted.lookups_s))
+            tally.count(table.PROMPT_TOKENS, noted.prompt_tokens)
         if num_deliveries := noted.num_firsts + len(noted.gaps_s):
             tally.count(table.OUTPUT_TOKENS, num_deliveries + noted.coalesced_tokens)
             tally.count(table.COALESCED_TOKENS, noted.coalesced_tokens)
+        tally.observe_all(table.LOOKUP, noted.lookups_s)
         tally.observe_all(table.TTFT, noted.ttfts_s)
         tally.observe_all(table.INTER_TOKEN, noted.gaps_s)
         tally.observe_all(table.HANDOFF_GAP, noted.handoff_gaps_s)
 
-    def ended(self, record: CallRecord, call: EndedCall) -> None:
-        tally = self.tally
+    def count_ended(self, record: CallRecord) -> None:
+        tally, call = self.tally, ended_call(record)
         tally.ended.append(call)
         if call.is_finished:
             _count_finished(tally, record.results.get(0), call)

@@ -1,9 +1,9 @@
 """The front door's reports of calls, counted once for all that read them.
 
-    delivery ──► Noted ─ counted later ─┐       at the end of each    ┌─► TelemetryWindow  live page
-    call ───────────────────────────────┴► Tally ─ second, or before ─┴─► MetricStore     Prometheus
-    an ended call ──► EndedCall ──► log lines, traces     a read: settle
-A delivery costs a few appends; many are counted at once, beside the streams.
+    call, token ──► Noted ─ at the end of each second, or ──► Tally ─┬─► TelemetryWindow  live page
+                            before a read: settle                    └─► MetricStore   Prometheus
+    an ended call ──► EndedCall ──► log lines, traces
+A call or a token costs a few appends; what is noted is counted later, beside the streams.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...core.errors import BatonError
 from ...core.ports import Clock
 from ..request.output_chunk import OutputChunk
 from ..security.caller import Caller
-from .call_counts import CallCounts
+from .call_counts import CallCounts, Noted
 from .calls.call_record import CallRecord
 from .calls.ended_call import EndedCall, ended_call
 from .metrics import metric_table as table
@@ -27,7 +27,9 @@ from .window.window import TelemetryWindow
 
 log = logging.getLogger(__name__)
 
-_MAX_GAPS = 1024  # noted before they are counted: the count is a pause in all streams
+# Noted before they are counted: the count is a pause in all streams.
+_MAX_GAPS = 1024
+_MAX_ENDED = 8
 
 OnRefused = Callable[[Caller, BatonError], None]
 OnEnded = Callable[[CallRecord, EndedCall], None]
@@ -55,25 +57,23 @@ class CallFeed:
 
     def call_refused(self, caller: Caller, error: BatonError) -> None:
         """Note a call that ended before it was routed: invalid, unauthorised, over a limit."""
-        self._begin_second(self._clock.monotonic_s())
-        self._shield(self._counts.refused, error)
+        self._note(self._clock.monotonic_s()).refused[error.code] += 1
         for report in self._on_refused:
             self._shield(report, caller, error)
 
     def call_began(self, record: CallRecord) -> None:
-        self._begin_second(self._clock.monotonic_s())
+        noted = self._note(self._clock.monotonic_s())
         record.token_times = [[] for _ in range(record.request.options.n)]
         self._window.num_running += 1
-        self._shield(self._counts.began, record)
+        noted.lookups_s.append(record.lookup_s)
+        noted.prompt_tokens += record.prompt_tokens
 
     def chunk_delivered(self, record: CallRecord, chunk: OutputChunk) -> None:
         """Note a chunk that the client has as of now."""
         now_s = self._clock.monotonic_s()
-        if now_s >= self._until_s:
-            self._begin_second(now_s)
-        elif len(self._counts.noted.gaps_s) >= _MAX_GAPS:
-            self._shield(self._counts.delivered)
         noted, times = self._counts.noted, record.token_times[chunk.sample_index]
+        if now_s >= self._until_s or len(noted.gaps_s) >= _MAX_GAPS:
+            noted = self._note(now_s)
         if chunk.result is not None:
             record.results[chunk.sample_index] = chunk.result
         if not (num_tokens := len(chunk.token_ids)):
@@ -95,27 +95,37 @@ class CallFeed:
     def call_ended(self, record: CallRecord) -> None:
         """Note the end of a call that began; once for each, however it ended."""
         record.ended_s = self._clock.monotonic_s()
-        self._begin_second(record.ended_s)
+        self._note(record.ended_s).ended.append(record)
         self._window.num_running -= 1
-        self._shield(self._summarise, record)
+        if self._on_ended:
+            self._shield(self._report_ended, record)
 
     def settle(self) -> None:
-        """Pass what was counted to the window and the store."""
-        self._shield(self._counts.delivered)
+        """Count what was noted, and pass the tally to the window and the store."""
+        self._count()
         tally, self._counts.tally = self._counts.tally, Tally()
         self._window.take(tally, round(self._until_s) - 1)
         self._store.take(tally)
         self._store.set(table.IN_FLIGHT, value=self._window.num_running)
 
-    def _begin_second(self, now_s: float) -> None:
-        """Pass on what was counted before, if this is another second."""
+    def _note(self, now_s: float) -> Noted:
+        """Returns where to note what happens now."""
+        noted = self._counts.noted
         if now_s >= self._until_s:
             self._shield(self.settle)
             self._until_s = math.floor(now_s) + 1.0
+        elif len(noted.gaps_s) >= _MAX_GAPS or len(noted.ended) >= _MAX_ENDED:
+            self._count()
+        return self._counts.noted
 
-    def _summarise(self, record: CallRecord) -> None:
+    def _count(self) -> None:
+        noted, self._counts.noted = self._counts.noted, Noted()
+        self._shield(self._counts.count, noted)
+        for record in noted.ended:
+            self._shield(self._counts.count_ended, record)
+
+    def _report_ended(self, record: CallRecord) -> None:
         call = ended_call(record)
-        self._shield(self._counts.ended, record, call)
         for report in self._on_ended:
             self._shield(report, record, call)
 

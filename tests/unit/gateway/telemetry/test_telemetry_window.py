@@ -320,6 +320,7 @@ def test_memory_does_not_grow_with_load() -> None:
     window, feed = watched(clock, span_s=2, max_recent=5)
     for _ in range(2000):
         PlayedCall(clock, feed).end(EngineFailed("x"))
+        assert len(feed._counts.noted.ended) <= 8
     for _ in range(10):
         clock.advance(1)
         PlayedCall(clock, feed).end(EngineFailed("x"))
