@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from baton.core.engine_config import EngineConfig
-from baton.engine.model.communicator import Sent
 from baton.engine.parallel.loopback import connect_store, make_store
 from baton.engine.parallel.peer_reduce import PeerReduce
 from baton.engine.parallel.torch_communicator import NcclCommunicator, make_communicator
 from baton.kernels.layers.ops_triton import TritonOps, send_product
 from baton.kernels.peer_reduce_triton import MAX_BYTES, peer_add_rms_norm
+from baton.kernels.products.weights import Sent
 from baton.kernels.row_room import empty_rows
 
 from .floors.figures import ROOT, Figure, command_line, commit, machine, table
@@ -71,7 +71,7 @@ class Rank:
 
     def sums(self, num_bytes: int) -> dict[str, Sum]:
         """The available all-reduce methods for a message of `num_bytes`."""
-        nccl, peers = self._communicator, self._communicator._peers
+        nccl, peers = self._communicator, self._communicator.peers
         ways: dict[str, Sum] = {"NCCL": nccl.sum_by_nccl}
         if peers is not None and num_bytes <= MAX_BYTES:
             for name, in_parts in (("at once", False), ("in parts", True)):
@@ -109,7 +109,7 @@ class Rank:
 
     def _check_norm(self) -> None:
         """The fused all-reduce, residual and norm kernel gives the same as separate kernels."""
-        peers, ops = self._communicator._peers, TritonOps()
+        peers, ops = self._communicator.peers, TritonOps()
         for num_rows, dim in ((1, 4096), (64, 4096), (64, 8192), (128, 5120), (3, 96)):
             generator = torch.Generator("cuda").manual_seed(dim)
             shape = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
@@ -128,7 +128,7 @@ class Rank:
     def _check_sent(self) -> None:
         """GEMMs that send their own output, by either method, give the same bits as a separate
         all-reduce."""
-        peers = self._communicator._peers
+        peers = self._communicator.peers
         if peers is None or torch.cuda.get_device_capability() != (9, 0):
             return
         for num_rows, dim, num_inputs in ((40, 4096, 2048), (64, 8192, 512), (33, 5120, 1024)):
@@ -148,15 +148,15 @@ class Rank:
     ) -> None:
         """Check in a CUDA graph with ranks that are late. `in_parts` None: the method that models
         choose."""
-        communicator, ops, exchange = self._communicator, TritonOps(), peers.exchange
+        ops, exchange = self._communicator.rank_ops(TritonOps()), peers.exchange
         bias = weight if self.rank == 0 else None
         found, expected = residual.clone(), residual.clone()
 
         def add_product() -> Tensor:
             if in_parts is None:
-                summand = communicator.linear(ops, x, product_weight, bias)
+                summand = ops.summand(x, product_weight, bias)
                 assert isinstance(summand, Sent)
-                return communicator.add_rms_norm(ops, summand, found, weight, 1e-5)
+                return ops.add_rms_norm(summand, found, weight, 1e-5)
             is_sent = send_product(x, product_weight, bias, exchange, in_parts=in_parts)
             assert is_sent
             return peer_add_rms_norm(None, found, weight, 1e-5, exchange, in_parts=in_parts)
@@ -178,7 +178,7 @@ class Rank:
             graph.replay()
             for one in normed:
                 product = ops.linear(x, product_weight, bias)
-                other = communicator.add_rms_norm(ops, product, expected, weight, 1e-5)
+                other = ops.add_rms_norm(product, expected, weight, 1e-5)
                 assert torch.equal(one, other), (x.shape, in_parts)
             assert torch.equal(found, expected), (x.shape, in_parts)
 
@@ -209,7 +209,7 @@ class Rank:
     def _check_mixed(self) -> None:
         """All-reduces of mixed kinds and sizes in sequence, with ranks that are late, give the same
         bits as a sum in rank order."""
-        peers = self._communicator._peers
+        peers = self._communicator.peers
         if peers is None:
             return
         dtypes = (torch.bfloat16, torch.float32, torch.float16)
@@ -249,6 +249,7 @@ class Rank:
     def measure_norm(self, num_rows: int, dim: int) -> dict[str, tuple[float, ...]]:
         """Microseconds of an all-reduce with residual addition and norm, by method."""
         communicator, ops = self._communicator, TritonOps()
+        ranked = communicator.rank_ops(ops)
         x = torch.randn(num_rows, dim, device="cuda", dtype=torch.bfloat16)
         residual, weight = torch.randn_like(x), torch.rand_like(x[0])
         ways: dict[str, Sum] = {
@@ -258,9 +259,7 @@ class Rank:
             "sum, then norm": lambda y: ops.add_rms_norm(
                 communicator.all_reduce(y), residual, weight, 1e-5
             ),
-            "sum and norm at once": lambda y: communicator.add_rms_norm(
-                ops, y, residual, weight, 1e-5
-            ),
+            "sum and norm at once": lambda y: ranked.add_rms_norm(y, residual, weight, 1e-5),
         }
         return {name: self._time_us(way, x) for name, way in ways.items()}
 
@@ -269,18 +268,18 @@ class Rank:
     ) -> dict[str, tuple[float, ...]]:
         """Microseconds of a GEMM with all-reduce, residual and norm; and of a GEMM that sends its
         output."""
-        communicator, ops = self._communicator, TritonOps()
+        ops = self._communicator.rank_ops(TritonOps())
         x, *weights, weight, residual = self._operands(num_rows, dim, num_inputs)
         weights += [torch.randn_like(weights[0]) for _ in range(_WEIGHT_BYTES // weights[0].nbytes)]
         turns = itertools.cycle(weights)  # so that no weight is in a cache
 
         def one_by_one(x: Tensor) -> Tensor:
             product = ops.linear(x, next(turns), None)
-            return communicator.add_rms_norm(ops, product, residual, weight, 1e-5)
+            return ops.add_rms_norm(product, residual, weight, 1e-5)
 
         def sending(x: Tensor) -> Tensor:
-            product = communicator.linear(ops, x, next(turns), None)
-            return communicator.add_rms_norm(ops, product, residual, weight, 1e-5)
+            product = ops.summand(x, next(turns), None)
+            return ops.add_rms_norm(product, residual, weight, 1e-5)
 
         ways = {"product, then sum and norm": one_by_one, "product that sends itself": sending}
         return {name: self._time_us(way, x) for name, way in ways.items()}

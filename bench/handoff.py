@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from baton.core.config import NodeConfig
 from baton.core.process.children import end_waits_on_time
@@ -31,10 +32,10 @@ from baton.engine.kv.generations import GenerationsReader, SharedGenerations
 from baton.engine.kv.kv_memory import CudaKvMemory, KvLayout, canary_bytes
 from baton.kv_transfer.cuda_ipc.cuda_ipc import CudaIpcTransport, CudaStagedTransport
 from baton.kv_transfer.cuda_ipc.cuda_ipc_copy import EngineCopy, KernelCopy, StagedCopy
-from baton.kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
+from baton.kv_transfer.cuda_ipc.cuda_ipc_memory import memory_of
 from baton.kv_transfer.cuda_ipc.cuda_window import CudaWindow
 from baton.kv_transfer.device_transports import outlets, transports
-from baton.kv_transfer.export.pool_address import PoolDescription
+from baton.kv_transfer.export.pool_address import PoolDescription, PoolExporter
 from baton.kv_transfer.nccl.nccl import NcclTransport
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
@@ -76,9 +77,9 @@ def _serve(name: str, incarnation: str) -> None:
     block.copy_(torch.frombuffer(canary, dtype=torch.uint8).view(block.shape))
     generations = SharedGenerations(num_blocks, incarnation)
     key = secrets.token_bytes(KEY_BYTES)
-    export_cuda_pool(incarnation, kv, generations.fd, key)
-    server = DataServer("127.0.0.1", ["127.0.0.1"], outlets(kv))
     description = PoolDescription(incarnation, kv.block_bytes, num_blocks)
+    PoolExporter(replace(description, cuda=memory_of(kv)), [generations.fd], key)
+    server = DataServer("127.0.0.1", ["127.0.0.1"], outlets(kv))
     reader = GenerationsReader(generations.fd, num_blocks, incarnation)
     server.start(ServedPool(description, reader, key))
     print("ready", server.port, key.hex(), flush=True)

@@ -42,14 +42,9 @@ class AsyncGeneration(RunningStream, AsyncIterator[Chunk]):
     @property
     def result(self) -> Result:
         """The whole result of the first sample, once the stream has been read to its end."""
-        if self._collector.result is None:
+        if 0 not in self._results:
             raise RuntimeError("the stream is not at its end: iterate, or await finish()")
-        return self._collector.result
-
-    @property
-    def results(self) -> tuple[Result, ...]:
-        """The results of the samples that have finished: of all, at the end of the stream."""
-        return self._collector.results
+        return self._results[0]
 
     async def finish(self) -> Result:
         """Read the rest of the stream; returns the result or raises a typed error."""
@@ -58,6 +53,8 @@ class AsyncGeneration(RunningStream, AsyncIterator[Chunk]):
         return self.result
 
     async def __anext__(self) -> Chunk:
+        if self._call is None:
+            raise self._error or StopAsyncIteration
         try:
             with _typed_errors():
                 message = await self._call.read()
@@ -68,7 +65,7 @@ class AsyncGeneration(RunningStream, AsyncIterator[Chunk]):
         if message is grpc.aio.EOF:
             self._end()
             raise StopAsyncIteration
-        return self._collector.add(message)
+        return self._add(message)
 
     async def aclose(self) -> None:
         """For contextlib.aclosing."""

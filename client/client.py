@@ -6,18 +6,23 @@ A `Client` is thread-safe: any number of threads and streams may use one at once
 from __future__ import annotations
 
 import contextlib
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import grpc
 from google.protobuf.message import Message
 
 from ..core.errors import BatonError, Cancelled
-from ..proto.v1 import inference_pb2_grpc
+from ..core.metrics import TokenTimes
+from ..core.request.request import FinishReason, TokenLogprobs
+from ..proto import codec
+from ..proto.v1 import inference_pb2, inference_pb2_grpc
 from . import messages, unary_calls
 from .channel import metadata_of, open_channel
-from .messages import Chunk, Collector, GenerateParams, Result
+from .messages import Chunk, GenerateParams, Result
 from .unary_calls import Call, ModelInfo, translate
 
 T = TypeVar("T")
@@ -44,10 +49,11 @@ class Connection:
         self._channel = open_channel(self._grpc, address, tls=tls, ca_file=ca_file)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
-    def _start(self, prompt: str | None, params: GenerateParams) -> tuple[Any, Collector]:
+    def _start(self, prompt: str | None, params: GenerateParams) -> tuple[Any, int, float]:
+        """The arguments of a RunningStream."""
         request, timeout_s = messages.build_request(prompt, params)
-        collector = Collector(request.n or 1)
-        return self._call("Generate", request, timeout_s), collector
+        sent_s = time.monotonic()
+        return self._call("Generate", request, timeout_s), request.n or 1, sent_s
 
     def _call(self, method: str, request: Message, timeout_s: float | None) -> Any:
         if self._is_closed:
@@ -55,48 +61,76 @@ class Connection:
         return getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._metadata)
 
 
-class _EndedCall:
-    """Replaces a gRPC call that has ended, which would keep a closed client's connection alive.
-    Further reads end as the last one did."""
-
-    def __init__(self, error: BatonError | None) -> None:
-        self._error = error
-
-    def cancel(self) -> None:
-        """Does nothing: the call is over."""
-
-    def __next__(self) -> NoReturn:
-        raise self._error or StopIteration
-
-    async def read(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return grpc.aio.EOF
-
-
 class RunningStream:
-    """One running request."""
+    """One running request: its call, and the chunks so far, of which each sample's Result is
+    made. `id`: the gateway's id of the request, empty before the first chunk."""
 
-    def __init__(self, call: Any, collector: Collector) -> None:
-        self._call = call
-        self._collector = collector
+    def __init__(self, call: Any, num_samples: int = 1, sent_s: float = 0.0) -> None:
+        self.id = ""
+        self._call = call  # None at the stream's end: it would keep a closed client's connection
+        self._error: BatonError | None = None  # which ended the stream
+        self._num_samples = num_samples
+        self._sent_s = sent_s
+        # By sample index:
+        self._chunks: defaultdict[int, list[Chunk]] = defaultdict(list)
+        self._token_s: defaultdict[int, list[float]] = defaultdict(list)
+        self._prompt_logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
+        self._results: dict[int, Result] = {}
 
     @property
-    def id(self) -> str:
-        """The gateway's id of the request; empty before the first chunk."""
-        return self._collector.id
+    def results(self) -> tuple[Result, ...]:
+        """The results of the samples that have finished: of all, at the end of the stream."""
+        return tuple(self._results[index] for index in sorted(self._results))
 
     def cancel(self) -> None:
         """End the request on the server; no effect on a request that is over."""
-        self._call.cancel()
+        if (call := self._call) is not None:  # another thread may read the stream's end
+            call.cancel()
 
     def _end(self, error: BatonError | None = None) -> None:
-        """The stream was read to its end, or to this error."""
-        self._call = _EndedCall(error)
+        """The stream was read to its end, or to this error. Further reads end in the same way."""
+        self._call, self._error = None, error
+
+    def _add(self, wire: inference_pb2.GenerateChunk) -> Chunk:
+        """Add the next message. Raises BatonError if tokens are missing or repeated."""
+        self.id, sample = wire.id, wire.sample_index
+        token_ids, token_s = tuple(wire.token_ids), self._token_s[sample]
+        if token_ids and wire.index != len(token_s):
+            raise BatonError(f"token {len(token_s)} is missing in the stream")
+        reason = codec.FINISH_FROM_WIRE.get(wire.finish_reason)
+        logprobs = tuple(map(codec.logprobs_from_wire, wire.logprobs))
+        chunk = Chunk(wire.text, token_ids, wire.index, reason, sample, logprobs)
+        self._chunks[sample].append(chunk)
+        token_s += [time.monotonic()] * len(token_ids)
+        self._prompt_logprobs[sample] += map(codec.logprobs_from_wire, wire.prompt_logprobs)
+        if reason is not None:
+            self._results[sample] = self._finished(wire, reason)
+        return chunk
+
+    def _finished(self, wire: inference_pb2.GenerateChunk, reason: FinishReason) -> Result:
+        chunks, result = self._chunks[wire.sample_index], wire.result
+        has_stop_id = wire.HasField("matched_stop_id")
+        fields = codec.same_fields(result, Result) | {
+            "decode_node": result.decode_node or None,
+            "transport": result.transport or None,
+            "timeline": tuple(codec.stamps_from_wire(result.timeline)),
+        }
+        return Result(
+            **fields,
+            id=wire.id,
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+            finish_reason=reason,
+            matched_stop=wire.matched_stop_id if has_stop_id else wire.matched_stop or None,
+            times=TokenTimes(self._sent_s, tuple(self._token_s[wire.sample_index])),
+            sample_index=wire.sample_index,
+            logprobs=tuple(logprobs for chunk in chunks for logprobs in chunk.logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs[wire.sample_index]),
+        )
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the loop or the interpreter may be gone
-            self._call.cancel()
+            self.cancel()
 
 
 class Generation(RunningStream, Iterator[Chunk]):
@@ -109,27 +143,29 @@ class Generation(RunningStream, Iterator[Chunk]):
     def result(self) -> Result:
         """The whole result of the first sample; reads the rest of the stream if it is not complete.
         Raises typed errors."""
-        if self._collector.result is None:
+        if 0 not in self._results:
             self._read_rest()
-        if self._collector.result is None:
+        if 0 not in self._results:
             raise BatonError("the stream ended without a result")
-        return self._collector.result
+        return self._results[0]
 
     @property
     def results(self) -> tuple[Result, ...]:
         """The results of all samples; reads the rest of the stream if they are not complete. Raises
         typed errors."""
-        if not self._collector.is_whole:
+        if len(self._results) < self._num_samples:
             self._read_rest()
-        return self._collector.results
+        return super().results
 
     def _read_rest(self) -> None:
         for _ in self:
             pass
 
     def __next__(self) -> Chunk:
+        if self._call is None:
+            raise self._error or StopIteration
         try:
-            return self._collector.add(next(self._call))
+            return self._add(next(self._call))
         except StopIteration:
             self._end()
             raise

@@ -1,12 +1,10 @@
-"""The messages of `generate`, for both clients: builds requests, collects a stream's chunks into
-Results."""
+"""What `generate` takes and gives, for both clients: its parameters, the request that they make,
+chunks and results."""
 
 from __future__ import annotations
 
 import json
 import math
-import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number, Real
@@ -14,21 +12,19 @@ from typing import Any, TypedDict
 
 from google.protobuf.message import Message
 
-from ..core.errors import BatonError, InvalidRequest
+from ..core.errors import InvalidRequest
 from ..core.metrics import TokenTimes
+from ..core.request.constraint import ConstraintKind
 from ..core.request.request import FinishReason, TokenLogprobs
 from ..core.request.timeline import Stamp
 from ..core.request.token_ids import pack
-from ..proto import codec
 from ..proto.v1 import inference_pb2
 
 # Parameters that are fields of GenerateRequest itself; all others are fields of its `sampling`.
 _OWN_FIELDS = frozenset(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - {
     *("text", "token_ids", "sampling")
 }
-_ONEOF = inference_pb2.GenerateRequest().sampling.DESCRIPTOR.oneofs_by_name["constraint"]
-_CONSTRAINTS = tuple(kind.name for kind in _ONEOF.fields)
-
+_CONSTRAINTS = tuple(kind.value for kind in ConstraintKind)
 _MAX_TIMEOUT_S = 365 * 86400.0
 
 
@@ -205,70 +201,3 @@ def set_field(message: Message, name: str, value: Any, param: str | None = None)
 
 def _cannot_be(param: str, value: Any, error: Exception) -> InvalidRequest:
     return InvalidRequest(f"{param} cannot be {value!r:.100}: {error}", param)
-
-
-class Collector:
-    """Collects the chunks of one stream into a Result for each sample."""
-
-    def __init__(self, num_samples: int = 1) -> None:
-        self.id = ""
-        self._num_samples = num_samples
-        self._sent_s = time.monotonic()
-        # By sample index:
-        self._chunks: defaultdict[int, list[Chunk]] = defaultdict(list)
-        self._token_s: defaultdict[int, list[float]] = defaultdict(list)
-        self._prompt_logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
-        self._results: dict[int, Result] = {}
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all samples have finished."""
-        return len(self._results) == self._num_samples
-
-    @property
-    def results(self) -> tuple[Result, ...]:
-        """Of the samples that have finished, in order of their index."""
-        return tuple(self._results[index] for index in sorted(self._results))
-
-    @property
-    def result(self) -> Result | None:
-        """Of the first sample; None before its last chunk."""
-        return self._results.get(0)
-
-    def add(self, wire: inference_pb2.GenerateChunk) -> Chunk:
-        """Add the next message. Raises BatonError if tokens are missing or repeated."""
-        self.id, sample = wire.id, wire.sample_index
-        token_ids, token_s = tuple(wire.token_ids), self._token_s[sample]
-        if token_ids and wire.index != len(token_s):
-            raise BatonError(f"token {len(token_s)} is missing in the stream")
-        reason = codec.finish_from_wire(wire.finish_reason)
-        logprobs = tuple(map(codec.logprobs_from_wire, wire.logprobs))
-        chunk = Chunk(wire.text, token_ids, wire.index, reason, sample, logprobs)
-        self._chunks[sample].append(chunk)
-        token_s += [time.monotonic()] * len(token_ids)
-        self._prompt_logprobs[sample] += map(codec.logprobs_from_wire, wire.prompt_logprobs)
-        if reason is not None:
-            self._results[sample] = self._finished(wire, reason)
-        return chunk
-
-    def _finished(self, wire: inference_pb2.GenerateChunk, reason: FinishReason) -> Result:
-        chunks, result = self._chunks[wire.sample_index], wire.result
-        fields = codec.same_fields(result, Result) | {
-            "decode_node": result.decode_node or None,
-            "transport": result.transport or None,
-            "timeline": tuple(codec.stamps_from_wire(result.timeline)),
-        }
-        return Result(
-            **fields,
-            id=wire.id,
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
-            finish_reason=reason,
-            matched_stop=wire.matched_stop_id
-            if wire.HasField("matched_stop_id")
-            else wire.matched_stop or None,
-            times=TokenTimes(self._sent_s, tuple(self._token_s[wire.sample_index])),
-            sample_index=wire.sample_index,
-            logprobs=tuple(logprobs for chunk in chunks for logprobs in chunk.logprobs),
-            prompt_logprobs=tuple(self._prompt_logprobs[wire.sample_index]),
-        )

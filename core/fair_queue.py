@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -31,17 +32,13 @@ _PATIENCE = 2
 _MAX_IDLE = 1024  # counters kept of callers without items
 
 
+@dataclass(slots=True, eq=False)
 class _Caller(Generic[T]):
     """A caller with items."""
 
-    __slots__ = ("caller_id", "items", "num_passing_tokens", "num_tokens", "served")
-
-    def __init__(self, caller_id: int, served: int) -> None:
-        self.caller_id = caller_id
-        self.served = served
-        self.items: OrderedDict[T, int] = OrderedDict()  # with their tokens; the head first
-        self.num_tokens = 0
-        self.num_passing_tokens = 0  # of other callers, served since its last item
+    served: int
+    items: OrderedDict[T, int] = field(default_factory=OrderedDict)  # with their tokens, in order
+    num_passing_tokens: int = 0  # of other callers, served since its last item
 
 
 class FairQueue(Generic[T]):
@@ -53,9 +50,10 @@ class FairQueue(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._callers: dict[int, _Caller[T]] = {}
-        self._first: OrderedDict[T, tuple[int, int]] = OrderedDict()  # caller id, tokens
-        self._owners: dict[T, int] = {}  # of all items but the first ones: caller ids
+        self._items: dict[T, tuple[int, int]] = {}  # all: caller id, tokens
+        self._first: OrderedDict[T, None] = OrderedDict()  # those that returned
+        self._callers: dict[int, _Caller[T]] = {}  # of the others
+        self.total_tokens = 0  # of all items
         self._idle: dict[int, int] = {}  # counters above the floor
         self._floor = 0  # the lowest counter when an item was last served: no counter is below
         self._chosen: _Caller[T] | None = None  # the caller of the head; None: to be found
@@ -63,22 +61,25 @@ class FairQueue(Generic[T]):
 
     def add(self, item: T, caller_id: int, num_tokens: int) -> None:
         """Queue `item` behind all others of its caller."""
-        assert item not in self._owners and item not in self._first
+        self._enter(item, caller_id, num_tokens)
         caller = self._callers.get(caller_id)
         if caller is None:
-            served = self.served(caller_id)
+            caller = self._callers[caller_id] = _Caller(self.served(caller_id))
             self._idle.pop(caller_id, None)
-            caller = self._callers[caller_id] = _Caller(caller_id, served)
-            self._choose_anew()
+            if not self._is_pinned:
+                self._chosen = None
         caller.items[item] = num_tokens
-        caller.num_tokens += num_tokens
-        self._owners[item] = caller_id
 
     def add_first(self, item: T, caller_id: int, num_tokens: int) -> None:
         """Queue `item` before all others of all callers."""
-        assert item not in self._owners and item not in self._first
-        self._first[item] = caller_id, num_tokens
+        self._enter(item, caller_id, num_tokens)
+        self._first[item] = None
         self._first.move_to_end(item, last=False)
+
+    def _enter(self, item: T, caller_id: int, num_tokens: int) -> None:
+        assert item not in self._items
+        self._items[item] = caller_id, num_tokens
+        self.total_tokens += num_tokens
 
     @property
     def head(self) -> T | None:
@@ -96,34 +97,37 @@ class FairQueue(Generic[T]):
     def pop(self, num_tokens: int | None = None) -> T:
         """Remove the head and charge its caller the `num_tokens`, by default those that it was
         added with. The queue must not be empty."""
-        if self._first:
-            return self._first.popitem(last=False)[0]
-        caller = self._next()
-        item, expected = next(iter(caller.items.items()))
-        charge = expected if num_tokens is None else num_tokens
-        self._floor = caller.served
-        for other in self._callers.values():
-            self._floor = min(self._floor, other.served)
-            other.num_passing_tokens += charge
-        caller.served += charge
-        caller.num_passing_tokens = 0
+        item = self.head
+        assert item is not None
+        if not self._first:
+            caller = self._next()
+            charge = caller.items[item] if num_tokens is None else num_tokens
+            self._floor = min(other.served for other in self._callers.values())
+            for other in self._callers.values():
+                other.num_passing_tokens += charge
+            caller.served += charge
+            caller.num_passing_tokens = 0
         self.remove(item)
-        self._forget_idle()
+        # Callers at the floor would be raised to it anyway.
+        self._idle = {i: served for i, served in self._idle.items() if served > self._floor}
         return item
 
     def remove(self, item: T) -> None:
         """Remove `item` without a charge. Raises KeyError if it is not in the queue."""
+        caller_id, num_tokens = self._items.pop(item)
+        self.total_tokens -= num_tokens
         if item in self._first:
             del self._first[item]
             return
-        caller = self._callers[self._owners.pop(item)]
+        caller = self._callers[caller_id]
         if caller is self._chosen and item == next(iter(caller.items)):
             self._is_pinned = False
-        self._choose_anew()
-        caller.num_tokens -= caller.items.pop(item)
+        if not self._is_pinned:
+            self._chosen = None
+        del caller.items[item]
         if not caller.items:
-            del self._callers[caller.caller_id]
-            self._idle[caller.caller_id] = caller.served
+            del self._callers[caller_id]
+            self._idle[caller_id] = caller.served
             if len(self._idle) > _MAX_IDLE:  # little is lost: they are close to the floor
                 self._idle.clear()
 
@@ -132,24 +136,15 @@ class FairQueue(Generic[T]):
         caller = self._callers.get(caller_id)
         return max(self._idle.get(caller_id, 0), self._floor) if caller is None else caller.served
 
-    def waiting_tokens(self) -> dict[int, int]:
-        """Tokens of all items, by caller id."""
-        waiting = {caller.caller_id: caller.num_tokens for caller in self._callers.values()}
-        for caller_id, num_tokens in self._first.values():
-            waiting[caller_id] = waiting.get(caller_id, 0) + num_tokens
-        return waiting
-
     def num_tokens(self, item: T) -> int:
         """The tokens that `item` was added with. Raises KeyError if it is not in the queue."""
-        if item in self._first:
-            return self._first[item][1]
-        return self._callers[self._owners[item]].items[item]
+        return self._items[item][1]
 
     def __len__(self) -> int:
-        return len(self._first) + len(self._owners)
+        return len(self._items)
 
     def __contains__(self, item: T) -> bool:
-        return item in self._owners or item in self._first
+        return item in self._items
 
     def __iter__(self) -> Iterator[T]:
         """All items: the first ones in their order, then caller by caller, the next one first."""
@@ -157,20 +152,10 @@ class FairQueue(Generic[T]):
         for caller in sorted(self._callers.values(), key=self._rank):
             yield from caller.items
 
-    def _forget_idle(self) -> None:
-        """Drop counters at the floor: their callers would be raised to it anyway."""
-        if any(served <= self._floor for served in self._idle.values()):
-            above = {i: served for i, served in self._idle.items() if served > self._floor}
-            self._idle = above
-
     def _next(self) -> _Caller[T]:
         if self._chosen is None:
             self._chosen = min(self._callers.values(), key=self._rank)
         return self._chosen
-
-    def _choose_anew(self) -> None:
-        if not self._is_pinned:
-            self._chosen = None
 
     def _rank(self, caller: _Caller[T]) -> tuple[bool, int, int]:
         num_tokens = next(iter(caller.items.values()))  # of the caller's head

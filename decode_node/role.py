@@ -152,7 +152,7 @@ class DecodeRole(EngineRole[_Intent]):
         if first.sampling.use_beam_search:
             if state.first is None:
                 raise HandoffFailed("the source sent no candidates")
-            self._engine.start_beams(reservation, state.first)
+            self._engine.beams.start(reservation, state.first)
             for sample in samples:
                 if not self._is_open(sample):
                     self._engine.abort(sample.key)

@@ -5,19 +5,23 @@ from __future__ import annotations
 from ..constraints.grammars import Grammars
 from ..core.engine_config import EngineConfig
 from .engine import Engine
-from .engine_parts import make_parts
+from .engine_parts import EngineParts
 from .execution.runner import ModelRunner
+from .execution.runner_protocols import Drafter, Runner
 from .kv.disk.disk_thread import make_disk
 from .kv.generations import Generations
+from .kv.host_copies import HostCopier
 from .kv.limits import EngineLimits
 from .kv.prefix_cache import CacheObserver
-from .lora.adapter_room import room_for
+from .lora.adapter_room import AdapterRoom
+from .lora.rank_adapters import RankAdapters
 from .model import fingerprint
-from .parallel.pipeline_runner import join_ranks
+from .parallel.parallel_runner import ParallelRunner, RankedDrafter
+from .parallel.pipeline_runner import PipelineRunner
 from .parallel.rank_group import RankGroup
-from .parallel.ranked_adapters import adapters_of
-from .parallel.ranked_copies import host_copier_of
-from .parallel.ranked_drafts import drafter_of
+from .parallel.ranked_adapters import RankedAdapters
+from .parallel.ranked_copies import RankedCopier
+from .scheduling.sequence import Sequence
 from .speculation.proposers import make_proposer
 
 
@@ -55,12 +59,25 @@ class Assembly:
     ) -> None:
         """`runner` is rank 0's, and the only one without `followers`. Raises StartupFailed."""
         short = fingerprint.short(runner.fingerprint)
-        self._host_copier = host_copier_of(runner, followers)
+        steps: Runner = runner
+        drafter: Drafter = runner
+        self._host_copier: HostCopier | None = runner.host_copier
+        self.adapters: RankAdapters | RankedAdapters | None = runner.adapters
+        if followers is not None:
+            kind = PipelineRunner if config.pipeline_parallel_size > 1 else ParallelRunner
+            steps, drafter = kind(runner, followers), RankedDrafter(runner, followers)
+            if runner.host_copier is not None:
+                block_bytes = runner.engine_block_bytes
+                self._host_copier = RankedCopier(runner.host_copier, followers, block_bytes)
+            if runner.adapters is not None:
+                self.adapters = RankedAdapters(runner.adapters, followers)
         self._disk = make_disk(config, runner.host_copier, short)
-        self.adapters = adapters_of(runner.adapters, followers)
+        room: AdapterRoom[Sequence] | None = None
+        if self.adapters is not None:
+            room = AdapterRoom(self.adapters, config.max_loras, config.num_host_adapters)
         self.engine = Engine(
-            make_parts(
-                join_ranks(runner, followers, config.pipeline_parallel_size),
+            EngineParts(
+                steps,
                 limits,
                 generations,
                 fingerprint=short,
@@ -70,8 +87,8 @@ class Assembly:
                 grammars=grammars,
                 host_copier=self._host_copier,
                 disk=self._disk,
-                adapters=room_for(self.adapters, config.max_loras, config.num_host_adapters),
-                proposer=make_proposer(config.speculation, drafter_of(runner, followers)),
+                adapters=room,
+                proposer=make_proposer(config.speculation, drafter),
             )
         )
         self.engine.promise.tbt_target_s = config.tbt_target_s

@@ -4,6 +4,7 @@ are reported with its load, and limit what it lends to other engines. Changes no
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import chain
 
 from ..core.request.request import Request
@@ -15,16 +16,14 @@ from .scheduling.queues import Queues
 from .scheduling.sequence import Sequence
 
 
+@dataclass(frozen=True, slots=True)
 class BlockRoom:
     """The room of one engine."""
 
-    def __init__(
-        self, limits: EngineLimits, admission: Admission, queues: Queues, pool: BlockPool
-    ) -> None:
-        self._limits = limits
-        self._admission = admission
-        self._queues = queues
-        self._pool = pool
+    _limits: EngineLimits
+    _admission: Admission
+    _queues: Queues
+    _pool: BlockPool
 
     def beside_all(self, pending: Iterable[Request]) -> int:
         """Blocks beside the estimated peak of all sequences and of `pending` requests."""

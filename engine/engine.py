@@ -23,13 +23,11 @@ from typing import TypeAlias
 
 from .engine_parts import EngineParts
 from .engine_stats import EngineStats
-from .execution.batch import SampledToken
 from .first_steps import measure_first_steps
 from .grammar_masks import find_masks
 from .input_batch import InputBatch
 from .live_sequences import LiveSequences
 from .scheduling.outputs import ChunkOutput, PromptLogprobs, StepOutput
-from .scheduling.pipeline_share import PipelineShare
 from .scheduling.schedule import Schedule, step_shape
 from .scheduling.sequence import Sequence, SequenceState
 from .step_in_flight import StepInFlight
@@ -74,10 +72,12 @@ class Engine(LiveSequences):
         if self._in_flight or (self._host is not None and self._host.has_work):
             return True
         queues = self._scheduler.queues
-        return bool(queues.running or queues.waiting) and not queues.is_stalled
+        is_stalled = queues.stalled_at == queues.opportunities
+        return bool(queues.running or queues.waiting) and not is_stalled
 
     def step(self, meanwhile: Meanwhile | None = None) -> StepOutput:
-        """Launch one step and collect one: the same, or the previous one if the runner runs ahead.
+        """Launch one step and collect one: the same, or the previous one if the runner runs ahead;
+        in a pipeline launch as many as have room, and collect the oldest.
 
         `meanwhile` is called repeatedly while the step to be collected is on the device. It waits a
         moment for events and returns whether there were any; it may call this engine as between two
@@ -88,19 +88,22 @@ class Engine(LiveSequences):
         The output is empty if there is nothing to do. EngineFailed of the runner is passed on; the
         engine cannot be used after it.
         """
-        if self._scheduler.pipeline is not None:
-            return self._step_pipeline(self._scheduler.pipeline, meanwhile)
-        output = StepOutput()
-        if self._in_flight:
-            step = self._launch_behind(self._in_flight.popleft(), output, meanwhile)
-        else:
-            step = self._launch(None, output)
-            if step is None:
-                self._stall(meanwhile)
-        if step is not None and self._runner.runs_ahead:
-            self._in_flight.append(step)
-        elif step is not None:
-            self._collect(step, output)
+        output, steps = StepOutput(), self._in_flight
+        queues, pipeline = self._scheduler.queues, self._scheduler.pipeline
+        if steps and pipeline is None:
+            if (step := self._launch_behind(steps.popleft(), output, meanwhile)) is not None:
+                steps.append(step)
+            return output
+        self._fill(output)
+        if not steps:  # nothing to compute until a request, or a copy from host memory, arrives
+            queues.stalled_at = queues.opportunities
+            if meanwhile is not None and self._host is not None and self._host.has_work:
+                meanwhile()
+        elif pipeline is not None or not self._runner.runs_ahead:
+            while meanwhile is not None and not steps[0].launched.has_completed():
+                if meanwhile() | self.poll_host():
+                    self._fill(output)
+            self._collect(steps.popleft(), output)
         return output
 
     def _launch_behind(
@@ -109,7 +112,10 @@ class Engine(LiveSequences):
         """Launch the next step, which is returned, and collect the previous one: in this order
         unless the next step needs its tokens, or it has completed before the next one was due."""
         due_s = -math.inf if meanwhile is None else self._launch_due_s(previous)
-        must_wait = self._must_wait(previous)
+        # Drafts, verified by the previous step or due, need its tokens.
+        must_wait = previous.has_drafts or (
+            self._speculator is not None and self._speculator.is_due(self._scheduler.queues)
+        )
         if must_wait:
             due_s = math.inf
         step, has_tried = None, self._clock.monotonic_s() >= due_s
@@ -128,34 +134,15 @@ class Engine(LiveSequences):
             step = self._launch(None, output, is_waited_for=must_wait)
         return step
 
-    def _step_pipeline(self, pipeline: PipelineShare, meanwhile: Meanwhile | None) -> StepOutput:
-        """Launch as many steps as have room in the pipeline, and collect the oldest."""
-        output, steps = StepOutput(), self._in_flight
-        self._fill(pipeline, output)
-        if not steps:
-            self._stall(meanwhile)
-            return output
-        while meanwhile is not None and not steps[0].launched.has_completed():
-            if meanwhile() | self.poll_host():
-                self._fill(pipeline, output)
-        self._collect(steps.popleft(), output)
-        return output
-
-    def _fill(self, pipeline: PipelineShare, output: StepOutput) -> None:
-        """Launch steps until the pipeline is full, or one has completed: that is collected first,
-        so that its sequences are in the next step."""
-        steps = self._in_flight
-        while len(steps) < pipeline.most_in_flight():
+    def _fill(self, output: StepOutput) -> None:
+        """Launch the first step; in a pipeline as many as have room, or until one has completed:
+        that is collected first, so that its sequences are in the next step."""
+        steps, pipeline = self._in_flight, self._scheduler.pipeline
+        while len(steps) < (1 if pipeline is None else pipeline.most_in_flight()):
             has_completed = bool(steps) and steps[0].launched.has_completed()
             if has_completed or (step := self._launch(None, output)) is None:
                 return
             steps.append(step)
-
-    def _stall(self, meanwhile: Meanwhile | None) -> None:
-        """There is nothing to compute until a request or a copy from host memory arrives."""
-        self._scheduler.queues.stall()
-        if meanwhile is not None and self._host is not None and self._host.has_work:
-            meanwhile()
 
     def _launch_due_s(self, previous: StepInFlight) -> float:
         """When to launch the step after `previous`: late, so that prompts that arrive meanwhile are
@@ -170,12 +157,6 @@ class Engine(LiveSequences):
         has_prompts = self._scheduler.queues.has_prompts_to_launch
         launching_s = self._launching_s.get(has_prompts, previous.launching_s)
         return began_s + lasts_s - early_s - launching_s
-
-    def _must_wait(self, previous: StepInFlight) -> bool:
-        """Whether the next step cannot be planned before `previous` has completed."""
-        if self._speculator is None:
-            return False
-        return previous.has_drafts or self._speculator.is_due(self._scheduler.queues)
 
     def _launch(
         self,
@@ -262,7 +243,7 @@ class Engine(LiveSequences):
         fresh = [sequence for sequence in sequences if not sequence.has_started]
         for sequence in fresh:
             sequence.has_started = True
-            keys = self._keys_of(sequence)
+            keys = (sequence.key,) if sequence.group is None else sequence.group.keys
             output.started |= dict.fromkeys(keys, sequence.num_cached_tokens)
         return fresh
 
@@ -270,8 +251,8 @@ class Engine(LiveSequences):
         """Process completed copies to and from host memory; returns whether a prompt can run."""
         if self._host is None or not self._host.poll():
             return False
-        self._scheduler.finish_loads()
-        self._scheduler.queues.wake()
+        self._scheduler.preemption.finish_loads()
+        self._scheduler.queues.stalled_at = None
         return True
 
     def _collect(
@@ -294,28 +275,15 @@ class Engine(LiveSequences):
         for (sequence, num_tokens), sampled in zip(step.others, results[n:], strict=True):
             if sequence not in live or sequence.state is SequenceState.ENDED:  # with its search
                 continue
-            if sequence.draft_token_ids and sampled is not None:
-                self._advance_drafts(sequence, num_tokens, sampled, output)
-            else:
+            if not sequence.draft_token_ids or sampled is None or self._speculator is None:
                 self._advance(sequence, num_tokens, sampled, output)
+                continue
+            self._totals.num_decode_tokens -= num_tokens  # only those that are output count
+            for token in self._speculator.accepted_tokens(sequence, sampled):
+                self._advance(sequence, 1, token, output)
+                self._totals.num_decode_tokens += 1
         if self.beams.by_key and self.beams.advance(output):
-            self._scheduler.queues.wake()
-
-    def _advance_drafts(
-        self, sequence: Sequence, num_tokens: int, sampled: SampledToken, output: StepOutput
-    ) -> None:
-        """`_advance` for each accepted draft and the token that follows them, of `num_tokens` that
-        were computed."""
-        assert self._speculator is not None
-        tokens = self._speculator.accepted_tokens(sequence, sampled)  # it has no drafts now
-        num_output = 0
-        for token in tokens:
-            if sequence.state is SequenceState.ENDED:
-                break  # the tokens that follow are discarded
-            self._advance(sequence, 1, token, output)
-            num_output += 1
-        self._step_record.num_decode_tokens -= num_tokens - num_output
-        self._speculator.count_accepted(min(num_output, len(tokens) - 1))
+            self._scheduler.queues.stalled_at = None
 
     def _measure(self, step: StepInFlight, behind: StepInFlight | None) -> None:
         """Record how long a step took: as its device measured it, or else from its launch, or the
@@ -332,10 +300,20 @@ class Engine(LiveSequences):
         self._collected_s = now_s
         self._ended_s = min(now_s, began_s + took_s) if is_hidden else now_s
         share = min(step.num_in_flight, self.limits.num_stages) / self.limits.num_stages
-        self._step_record.observe(step.shape, waited_s * share, step.promise_s)
+        self._count(step, waited_s * share)
         promise = self._scheduler.promise
         if promise.outlasting_s or not promise.is_promising:
             promise.observe(waited_s)
         self._step_costs.observe(step.shape, took_s * share, waited_s * share)
         if self._speculator is not None and step.shape.num_decodes:
             self._speculator.passed(step.shape, took_s * share, has_drafts=step.has_drafts)
+
+    def _count(self, step: StepInFlight, seconds: float) -> None:
+        totals, shape = self._totals, step.shape
+        totals.num_prompt_tokens += shape.num_prompt_tokens
+        totals.num_decode_tokens += shape.num_decodes
+        if shape.num_decodes:
+            self.stats.decode_steps_s.append(seconds)
+        if step.promise_s is not None:
+            totals.num_promised_steps += 1
+            totals.num_kept_steps += seconds <= step.promise_s

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Row
 
 from ..core.errors import InvalidRequest
 from .execution.constraints import Constraints, within
-from .scheduling.schedule import Schedule
+from .scheduling.schedule import Schedule, ScheduledSequence
 from .scheduling.sequence import Sequence
 
 
@@ -25,4 +25,7 @@ def find_masks(constraints: Constraints, constrained: Row[Sequence], schedule: S
         sequence.masks = masks
         if len(masks) <= len(sequence.draft_token_ids):
             sequence.draft_token_ids = sequence.draft_token_ids[: len(masks) - 1]
-            schedule.fit_drafts()
+    schedule.others = [
+        ScheduledSequence(s, min(num_tokens, s.num_unlaunched_tokens))
+        for s, num_tokens in schedule.others
+    ]

@@ -171,9 +171,10 @@ class InputBatch:
         allowed = sequence.masks[len(drafts)] if sequence.masks else sequence.allowed
         if allowed is not None:
             allowed, forbidden = without(allowed, forbidden), ()
-        counts = sequence.counts()
-        if counts is not None and drafts:
-            counts = counts.behind(drafts)
+        seen = sequence.counts()
+        if seen is not None and drafts:
+            seen = seen.behind(drafts)
+        counts = None if seen is None else seen.arrays()
         fork_keys: tuple[int, ...] = ()
         if sequence.forks and position == request.num_known_tokens:
             indices = [fork.sample_index for fork in sequence.forks]

@@ -31,10 +31,8 @@ class LiveSequences:
         self.limits = parts.limits
         self.adapters = parts.adapters
         self.by_key: dict[str, Sequence] = {}
-        self.beams = BeamSearches(
-            *(parts.scheduler, self.by_key, parts.runner, parts.eos_token_ids),
-            on_end=parts.output_lengths.observe,
-        )
+        of_engine = (parts.scheduler, self.by_key, parts.runner, parts.eos_token_ids)
+        self.beams = BeamSearches(*of_engine, parts.output_lengths.observe)
         self._runner = parts.runner
         self._scheduler = parts.scheduler
         self._tables = parts.tables
@@ -42,7 +40,7 @@ class LiveSequences:
         self._fingerprint = parts.fingerprint
         self._eos_token_ids = parts.eos_token_ids
         self._output_lengths = parts.output_lengths
-        self._step_record = parts.step_record
+        self._totals = parts.totals
         self._num_arrivals = 0
 
     # -- requests in ------------------------------------------------------------------------------
@@ -58,7 +56,7 @@ class LiveSequences:
         this engine can never serve.
         """
         self._queue(self._create(request, SequenceState.WAITING, is_held=hold))
-        self._step_record.num_prompts += 1
+        self._totals.num_prompts += 1
 
     def block_hashes(self, request: Request, num_tokens: int | None = None) -> list[BlockHash]:
         """Hashes of the full blocks of its known tokens, or of the first `num_tokens` of them."""
@@ -114,12 +112,6 @@ class LiveSequences:
         sequence.token_ids.append(token_id)
         sequence.forks = ()
         self._scheduler.start(sequence)
-
-    def start_beams(self, reservation: Reservation, first: SampledToken) -> None:
-        """`start` of a beam search: `first` has the candidates that follow the known tokens."""
-        sequence = self.by_key[reservation.key]
-        self._scheduler.start(sequence)
-        self.beams.found(sequence, first)
 
     # -- requests out -----------------------------------------------------------------------------
 
@@ -181,11 +173,6 @@ class LiveSequences:
         adapter = sequence.request.adapter
         if adapter is None or self.adapters is None or self.adapters.enter(sequence):
             self._scheduler.add(sequence)
-
-    def _keys_of(self, sequence: Sequence) -> tuple[str, ...]:
-        """The keys of all requests that the sequence computes."""
-        search = sequence.group
-        return search.keys if isinstance(search, BeamSearch) else (sequence.key,)
 
     def _fork(self, parent: Sequence, request: Request, token_id: int) -> None:
         """Let a further sample of the parent's prompt decode as a sequence of its own."""
@@ -306,7 +293,8 @@ class LiveSequences:
             self.beams.end(search)
             return
         del self.by_key[sequence.key]
-        if not self._leave_adapter(sequence):
+        was_parked = self._leave_adapter(sequence)
+        if sequence.state is not SequenceState.ENDED and not was_parked:
             self._scheduler.remove(sequence)
 
     def _hold(self, sequence: Sequence) -> None:
@@ -337,10 +325,7 @@ class LiveSequences:
             return
         forks = sequence.request.forks if sequence.num_candidates else sequence.forks
         output.failed += [(each.key, error) for each in (sequence.request, *forks)]
-        del self.by_key[sequence.key]
-        was_parked = self._leave_adapter(sequence)
-        if sequence.state is not SequenceState.ENDED and not was_parked:
-            self._scheduler.remove(sequence)
+        self._end(sequence)
 
     # -- queries ----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from ..core.request.request import Adapter, Request
 from .assembly import Assembly, grammars_of, limits_of
 from .execution.runner import ModelRunner
 from .kv.block_pool import NUM_RESERVED_BLOCKS
-from .kv.generations import LocalGenerations
+from .kv.generations import Generations
 from .lora.adapter_room import refuse_adapter
 from .parallel.rank_processes import Ranks, start_ranks
 
@@ -29,7 +29,7 @@ class LocalEngine(Assembly):
         self.model_dir: Path = runner.model_dir
         self.ranks = ranks
         followers = None if ranks is None else ranks.followers
-        limits, generations = limits_of(config, runner), LocalGenerations(runner.kv.num_blocks)
+        limits, generations = limits_of(config, runner), Generations(runner.kv.num_blocks)
         super().__init__(config, runner, followers, limits, generations, grammars_of(runner))
         self.begin()
 

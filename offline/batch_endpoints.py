@@ -47,7 +47,7 @@ def batch_app(calls: LocalCalls, config: GatewayConfig) -> web.Application:
     app[BURST] = Burst()
     app[BODIES] = Bodies()
     app[CHAT_MODEL] = ChatModel.load(calls.model, config.tool_call_parser, config.reasoning_parser)
-    app[RESPONSE_STORE] = ResponseStore(Clock(), max_bytes=0, ttl_s=0.0)
+    app[RESPONSE_STORE] = ResponseStore(Clock(), 0, 0.0)
     for routes in (completions.ROUTES, chat.ROUTES, responses.ROUTES):
         app.add_routes(routes)
     return app

@@ -34,8 +34,8 @@ from ..gateway.request.setbacks import SessionLimits
 from ..gateway.security.caller import INFER, Caller
 from ..gateway.telemetry.calls.call_record import CallRecord
 from ..gateway.text.special_tokens import Spans
-from ..gateway.validation.served_model import ServedModel
-from ..gateway.validation.validation import ModelLimits, ValidatedRequest, validated
+from ..gateway.validation.served_model import ModelLimits, ServedModel
+from ..gateway.validation.validation import ValidatedRequest, validated
 from ..proto.v1 import inference_pb2
 
 log = logging.getLogger(__name__)
@@ -201,11 +201,11 @@ class LocalCalls:
             call.record.request,
             self.model.tokenizer,
             call,
+            self._clock,
             self._entropy,
             arrived_unix_ns=call.record.arrived_unix_ns,
             deadline_s=math.inf,
             router=self,
-            clock=self._clock,
             limits=_LIMITS,
         )
         for session in sessions:

@@ -49,10 +49,7 @@ class EngineCopy:
         if self.seq is not None:
             if delta.seq <= self.seq:
                 return  # a duplicate
-            if delta.seq > self.seq + 1:
-                self.seq = None
-            else:
-                self.seq = delta.seq
+            self.seq = delta.seq if delta.seq == self.seq + 1 else None
         if self.in_host:
             self.in_host.difference_update(delta.removed, delta.stored)
         self.hashes.difference_update(delta.removed)
@@ -78,7 +75,8 @@ class EngineCopy:
     def install(
         self, contents: Contents, hashes: set[BlockHash], in_host: set[BlockHash], now_s: float
     ) -> None:
-        """Replace the copy by pages that were read completely."""
+        """Replace the copy by pages that were read completely, taking over the sets. `in_host`: a
+        subset of `hashes`."""
         if len(hashes) <= self.max_hashes:
             self.hashes, self.in_host, self.seq = hashes, in_host, contents.seq
             self.received_s = now_s

@@ -48,9 +48,11 @@ class Follower:
 
     async def _read(self, incarnation: str) -> None:
         """Read all pages of an engine. After a failure, its next message causes another read."""
+        if (copy := self._mirror.copies.get(incarnation)) is None:
+            return
         try:
             contents = decode_contents(await self._link.read_contents(incarnation), incarnation)
-            if not self._mirror.wants(contents):
+            if not copy.wants(contents):
                 return
             hashes, in_host = set[BlockHash](), set[BlockHash]()
             async with aclosing(self._link.read_pages(incarnation, contents.num_pages)) as pages:
@@ -60,4 +62,4 @@ class Follower:
                     in_host.update(page.in_host)
         except (BadMessage, RedisAway):
             return
-        self._mirror.install(contents, hashes, in_host)
+        copy.install(contents, hashes, in_host, self._mirror.clock.monotonic_s())

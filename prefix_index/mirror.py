@@ -14,7 +14,6 @@ from ..core.ports import Clock
 from ..core.request.token_ids import BlockHash
 from .engine_copy import EngineCopy
 from .messages import BadMessage, decode
-from .pages import Contents
 
 STALE_S = 60.0  # without a message for so long, an engine counts as empty
 
@@ -25,29 +24,29 @@ class PrefixMirror:
     """The engines are those between `add` and `remove`: messages of others are dropped, like any
     that cannot be decoded.
 
-    `added` is set when there are engines whose pages were never read.
+    `copies`: by incarnation. `added` is set when there are engines whose pages were never read.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self._copies: dict[str, EngineCopy] = {}
+        self.copies: dict[str, EngineCopy] = {}
         self._new: list[str] = []
         self.added = asyncio.Event()
 
     def add(self, incarnation: str, num_blocks: int) -> None:
         """Start to mirror an engine that can cache at most `num_blocks` blocks, over all tiers."""
-        self._copies[incarnation] = EngineCopy(num_blocks, self.clock.monotonic_s())
+        self.copies[incarnation] = EngineCopy(num_blocks, self.clock.monotonic_s())
         self._new.append(incarnation)
         self.added.set()
 
     def remove(self, incarnation: str) -> None:
-        self._copies.pop(incarnation, None)
+        self.copies.pop(incarnation, None)
 
     def take_new(self) -> list[str]:
         """Engines that were added since the last call and not removed."""
         new, self._new = self._new, []
         self.added.clear()
-        return [incarnation for incarnation in new if incarnation in self._copies]
+        return [incarnation for incarnation in new if incarnation in self.copies]
 
     # -- messages in ---------------------------------------------------------------------------
 
@@ -57,23 +56,11 @@ class PrefixMirror:
             message = decode(raw)
         except BadMessage:
             return None
-        copy = self._copies.get(message.incarnation)
+        copy = self.copies.get(message.incarnation)
         if copy is None:
             return None
         is_to_read = copy.take(message, self.clock.monotonic_s())
         return message.incarnation if is_to_read else None
-
-    def wants(self, contents: Contents) -> bool:
-        """Whether these pages are newer than the copy, and no more than the engine can have."""
-        copy = self._copies.get(contents.incarnation)
-        return copy is not None and copy.wants(contents)
-
-    def install(self, contents: Contents, hashes: set[BlockHash], in_host: set[BlockHash]) -> None:
-        """Replace the copy by pages that were read completely, taking over the sets. `in_host`, a
-        subset of `hashes`, are in host memory only."""
-        copy = self._copies.get(contents.incarnation)
-        if copy is not None:
-            copy.install(contents, hashes, in_host, self.clock.monotonic_s())
 
     # -- lookups -------------------------------------------------------------------------------
 
@@ -90,7 +77,7 @@ class PrefixMirror:
 
     def counts(self, incarnation: str) -> tuple[int, int] | None:
         """Blocks on the engine's device, and in its host memory only; None: unknown engine."""
-        copy = self._copies.get(incarnation)
+        copy = self.copies.get(incarnation)
         if copy is None:
             return None
         return len(copy.hashes) - len(copy.in_host), len(copy.in_host)
@@ -99,7 +86,7 @@ class PrefixMirror:
         """The position of the first of `hashes`, all cached by this engine, that is in its host
         memory only: from there on they must be copied to the device, and no other engine can fetch
         them. None: all are on the device."""
-        copy = self._copies.get(incarnation)
+        copy = self.copies.get(incarnation)
         if copy is None or copy.in_host.isdisjoint(hashes):
             return None
         return next(i for i, each in enumerate(hashes) if each in copy.in_host)
@@ -108,7 +95,7 @@ class PrefixMirror:
         """Of these engines, the copies that are neither empty nor stale."""
         oldest_s = self.clock.monotonic_s() - STALE_S
         for incarnation in incarnations:
-            copy = self._copies.get(incarnation)
+            copy = self.copies.get(incarnation)
             if copy is not None and copy.hashes and copy.received_s >= oldest_s:
                 yield incarnation, copy.hashes
 

@@ -54,35 +54,36 @@ class Fetch(NamedTuple):
         """When the engine gives up the fetch and computes the tokens."""
         return _LEAST_LIMIT_S + _LIMIT_RATIO * self.seconds
 
+    @classmethod
+    def over(cls, gbytes_per_s: float, source: str, num_tokens: int, num_bytes: float) -> Fetch:
+        """The fetch of `num_bytes`, after which `num_tokens` are cached, over a link."""
+        return cls(source, num_tokens, FETCH_S + num_bytes / (gbytes_per_s * 1e9))
+
 
 @dataclass(frozen=True, slots=True)
 class Holders:
     """The engines that have most of one prompt: (tokens, incarnation), most first.
 
     `rates`: of each engine's open links, in GB/s by source; `usual_rate`: assumed for links that
-    are not measured; None: these are not used.
+    are not measured.
     """
 
     most: Sequence[tuple[int, str]]
     rates: Mapping[str, Mapping[str, float]]
-    usual_rate: float | None
+    usual_rate: float
 
     @classmethod
     def of(
-        cls,
-        cached_tokens: Mapping[str, int],
-        rates: Mapping[str, Mapping[str, float]],
-        unmeasured: float | None = UNMEASURED_GBYTES_PER_S,
+        cls, cached_tokens: Mapping[str, int], rates: Mapping[str, Mapping[str, float]]
     ) -> Holders:
-        """`cached_tokens`: by incarnation, that may be fetched; `unmeasured`: the usual rate where
-        no link is measured."""
+        """`cached_tokens`: by incarnation, that may be fetched."""
         most = sorted(((num, name) for name, num in cached_tokens.items() if num), reverse=True)
         known = (min(found) for by in rates.values() if (found := _known(by.values())))
-        return cls(most[:_MOST_HOLDERS], rates, next(known, unmeasured))
+        return cls(most[:_MOST_HOLDERS], rates, next(known, UNMEASURED_GBYTES_PER_S))
 
     def best_fetch(self, target: str, cached_tokens: int, token_bytes: float) -> Fetch | None:
         """The fetch after which `target`, which has `cached_tokens` itself, has most of the prompt;
-        of equals the fastest. None: no engine has more, or no link may be used."""
+        of equals the fastest. None: no engine has more."""
         best: Fetch | None = None
         for num_tokens, source in self.most:
             if num_tokens <= cached_tokens or (best is not None and num_tokens < best.num_tokens):
@@ -91,10 +92,8 @@ class Holders:
                 continue
             rate = self.rates.get(target, {}).get(source)
             rate = rate or self.rates.get(source, {}).get(target) or self.usual_rate
-            if not rate:
-                continue
-            pull_s = (num_tokens - cached_tokens) * token_bytes / (rate * 1e9)
-            fetch = Fetch(source, num_tokens, FETCH_S + pull_s)
+            num_bytes = (num_tokens - cached_tokens) * token_bytes
+            fetch = Fetch.over(rate, source, num_tokens, num_bytes)
             if best is None or fetch.seconds < best.seconds:
                 best = fetch
         return best

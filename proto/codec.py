@@ -25,25 +25,15 @@ from ..core.request.request import (
 )
 from ..core.request.sampling_params import SAMPLING, SamplingParams
 from ..core.request.timeline import Event, Stamp
-from ..core.request.token_ids import pack, unpack
+from ..core.request.token_ids import column, pack
 from .v1 import common_pb2, node_pb2
 
-_FINISH_TO_WIRE = {
-    None: common_pb2.FINISH_REASON_UNSPECIFIED,
+FINISH_TO_WIRE = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,  # not finished
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
-_FINISH_FROM_WIRE = {int(wire): reason for reason, wire in _FINISH_TO_WIRE.items()}
-
-
-def finish_to_wire(reason: FinishReason | None) -> common_pb2.FinishReason:
-    """None (not finished) becomes UNSPECIFIED."""
-    return _FINISH_TO_WIRE[reason]
-
-
-def finish_from_wire(wire: int) -> FinishReason | None:
-    """The reverse of `finish_to_wire`."""
-    return _FINISH_FROM_WIRE.get(wire)
+FINISH_FROM_WIRE = {int(wire): reason for reason, wire in FINISH_TO_WIRE.items()}
 
 
 def error_to_wire(error: BatonError) -> common_pb2.Error:
@@ -120,11 +110,14 @@ def logprobs_from_wire(wire: common_pb2.TokenLogprobs) -> TokenLogprobs:
 
 
 def token_ids_from_wire(packed: bytes) -> array[int]:
-    """The ids of a packed field. Raises InvalidRequest for an incomplete id."""
+    """The reverse of `pack`. Raises InvalidRequest for an incomplete id."""
+    token_ids = column()
     try:
-        return unpack(packed)
+        token_ids.frombytes(packed)
     except ValueError as error:
-        raise InvalidRequest("packed token ids are cut off") from error
+        message = "packed token ids are cut off"
+        raise InvalidRequest(message, "prompt", "invalid_value") from error
+    return token_ids
 
 
 def dispatch_to_wire(
@@ -161,17 +154,15 @@ def request_from_wire(wire: node_pb2.Dispatch) -> Request:
         "sampling": sampling_from_wire(wire.sampling),
         "fork_ids": tuple(wire.fork_request_ids),
         "prefix_source": None,
-        "adapter": adapter_from_wire(wire.adapter) if wire.HasField("adapter") else None,
+        "adapter": None,
     }
+    if wire.HasField("adapter"):
+        fields["adapter"] = Adapter(**same_fields(wire.adapter, Adapter))
     if wire.HasField("prefix_source"):
         source = wire.prefix_source
         limit_s = source.limit_us / 1e6
         fields["prefix_source"] = PrefixSource(source.incarnation, source.num_blocks, limit_s)
     return Request(**fields)
-
-
-def adapter_from_wire(wire: node_pb2.Adapter) -> Adapter:
-    return Adapter(**same_fields(wire, Adapter))
 
 
 def stamps_to_wire(stamps: Sequence[Stamp]) -> list[common_pb2.TimelineEvent]:

@@ -15,12 +15,12 @@ from unittest import mock
 
 from baton.core.metrics import TokenTimes
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.cpu_steps import CompletedStep
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.runner_protocols import LaunchedStep
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.kv_memory import CpuKvMemory
 from baton.engine.kv.limits import EngineLimits
 
@@ -119,10 +119,10 @@ class Player:
             graph_prompt_tokens=runner.graph_prompt_tokens if scheme.has_graphs else 0,
         )
         return Engine(
-            make_parts(
+            EngineParts(
                 EndingRunner(runner, jobs, eos, runs_ahead=scheme.runs_ahead),
                 limits,
-                LocalGenerations(self._num_blocks),
+                Generations(self._num_blocks),
                 fingerprint=scheme.name,
                 eos_token_ids=[eos],
                 enable_prefix_caching=scheme.has_prefix_cache,

@@ -72,9 +72,8 @@ def look_up() -> list[Figure]:
             contents = CacheJournal(name).contents(0)
             mirror.add(name, _ENGINE_BLOCKS)
             others = random_hashes(_ENGINE_BLOCKS // num_engines - _PROMPT_BLOCKS)
-            mirror.install(
-                contents, {*others, *(BlockHash(bytes([*each])) for each in prompt)}, set()
-            )
+            cached = {*others, *(BlockHash(bytes([*each])) for each in prompt)}
+            mirror.copies[name].install(contents, cached, set(), mirror.clock.monotonic_s())
         samples = []
         for _ in range(_REPEATS):
             fresh = [BlockHash(bytes([*each])) for each in prompt]  # new, not looked up yet
@@ -92,7 +91,8 @@ def events() -> list[Figure]:
     hashes = random_hashes(200_000)
     journal, mirror = filled(name, hashes), PrefixMirror(Clock())
     mirror.add(name, _ENGINE_BLOCKS)
-    mirror.install(journal.contents(0), {*hashes}, set())
+    now_s = mirror.clock.monotonic_s()
+    mirror.copies[name].install(journal.contents(0), {*hashes}, set(), now_s)
     published, taken = [], []
     for first in range(0, 160_000, 20_000):
         batches = [
@@ -157,7 +157,8 @@ def _mirrored_gb(num_blocks: int) -> float:
                 one.move(each, Tier.NOWHERE, Tier.DEVICE)
             raw = next(one.encode([0], 0))[1]
             hashes.update(decode_page(raw, name, 0).hashes)
-        mirror.install(CacheJournal(name).contents(0), hashes, set())
+        now_s = mirror.clock.monotonic_s()
+        mirror.copies[name].install(CacheJournal(name).contents(0), hashes, set(), now_s)
     return (_resident_bytes() - before) / 1e9
 
 
@@ -183,7 +184,7 @@ async def _start(url: str, num_engines: int, num_blocks: int) -> float:
     names = [incarnation_of(number) for number in range(num_engines)]
     for name in names:
         mirror.add(name, num_blocks)
-    while any(len(mirror._copies[name].hashes) < num_blocks for name in names):  # noqa: ASYNC110
+    while any(len(mirror.copies[name].hashes) < num_blocks for name in names):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     took_s = time.perf_counter() - began_s
     following.cancel()

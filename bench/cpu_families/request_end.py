@@ -17,7 +17,7 @@ from baton.core.ports import Clock
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.kv.generations import SharedGenerations
 from baton.engine.kv.limits import EngineLimits
 
@@ -56,7 +56,7 @@ def measure() -> list[Figure]:
 def _engine() -> Engine:
     max_len = _BLOCK_SIZE * (_LONG_BLOCKS + 1)
     return Engine(
-        make_parts(
+        EngineParts(
             HostRunner(),
             EngineLimits(_DEVICE_BLOCKS, _BLOCK_SIZE, max_len, 64, 8192),
             SharedGenerations(_DEVICE_BLOCKS, "0" * 32),

@@ -18,6 +18,7 @@ from baton.gateway.engines.routing import Policy
 from baton.gateway.request.engine_link import Avoid, Demand
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.prefix_index.mirror import PrefixMirror
+from baton.proto.v1 import node_pb2
 
 from ..floors.figures import Figure, time_s
 
@@ -63,7 +64,7 @@ class _Gateway:
 
     def _add(self, name: str, role: Role, load: ReportedLoad) -> None:
         member = Member(name, role, name, "h:1", "demo", "fp", 1 << 17, 16, 1 << 15)
-        self._table.add(LinkedEngine(member, _Nowhere(), load, max_num_seqs=256))
+        self._table.add(LinkedEngine(member, _Nowhere(), load, node_pb2.Welcome(max_num_seqs=256)))
 
     def decide(self) -> None:
         """Route one request, end the oldest, and process one engine's heartbeat."""

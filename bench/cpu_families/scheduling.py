@@ -26,11 +26,11 @@ from baton.client.messages import build_request
 from baton.core.config import GatewayConfig
 from baton.core.request.request import TokenLogprobs
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SampledToken, SequenceSlice, StepBatch
-from baton.engine.execution.gpu.step_arrays import decode_arrays
+from baton.engine.execution.gpu.step_arrays import decode_arrays, special_rows
 from baton.engine.kv.block_pool import BlockPool
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.gateway.validation.served_model import ServedModel
 from baton.gateway.validation.validation import ValidatedRequest
@@ -71,9 +71,9 @@ class HostRunner:
 
     def launch(self, batch: Sequence[SequenceSlice]) -> HostStep:
         batch = StepBatch.of(batch)
-        assert batch.is_decode or any(piece.is_prompt for piece in batch.others)
+        assert batch.num_decodes == len(batch) or any(piece.is_prompt for piece in batch.others)
         decode_arrays(batch, _BLOCK_SIZE, sum(batch.query_lens))
-        assert not (batch.special or batch.has_extras)
+        assert not (special_rows(batch) or batch.has_extras)
         metadata = batch.metadata(torch.empty(0))
         seq_lens = np.array(metadata.seq_lens, np.int32)
         join_tables(metadata.block_tables)
@@ -154,10 +154,10 @@ async def _measure_steps(batch: int) -> list[dict[str, float]]:
     limits = EngineLimits(blocks, _BLOCK_SIZE, _MAX_LEN, batch, 64 * _PROMPT_TOKENS)
     runner = HostRunner()
     engine = Engine(
-        make_parts(
+        EngineParts(
             runner,
             limits,
-            LocalGenerations(blocks),
+            Generations(blocks),
             fingerprint="bench",
             eos_token_ids=(),
             enable_prefix_caching=False,
@@ -218,7 +218,7 @@ def _bare_loop_ms(batch: int) -> float:
 
 def _allocator() -> Figure:
     """One operation is a block allocated or released."""
-    pool = BlockPool(64 * _BLOCKS_A_TIME + 2, LocalGenerations(64 * _BLOCKS_A_TIME + 2))
+    pool = BlockPool(64 * _BLOCKS_A_TIME + 2, Generations(64 * _BLOCKS_A_TIME + 2))
 
     def churn() -> None:
         for _ in range(_NUM_ROUNDS):

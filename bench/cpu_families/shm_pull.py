@@ -12,7 +12,8 @@ from baton.engine.kv import memfd
 from baton.engine.kv.block_pool import CANARY_BLOCK, BlockRefs
 from baton.engine.kv.generations import SharedGenerations
 from baton.engine.kv.kv_memory import canary_bytes
-from baton.kv_transfer.shm.shm import ShmTransport, export_host_pool
+from baton.kv_transfer.export.pool_address import PoolDescription, PoolExporter
+from baton.kv_transfer.shm.shm import ShmTransport
 from baton.kv_transfer.shm.shm_window import ShmWindow
 from baton.kv_transfer.window.block_pairs import BlockPairs
 from baton.kv_transfer.window.network_address import KEY_BYTES, RemotePool, pair_key
@@ -55,7 +56,8 @@ def _pull(name: str, block_bytes: int) -> Figure:
     source.view[CANARY_BLOCK * block_bytes : (CANARY_BLOCK + 1) * block_bytes] = canary
     generations = SharedGenerations(source.num_blocks, _INCARNATION)
     key, puller = secrets.token_bytes(KEY_BYTES), secrets.token_hex(16)
-    exporter = export_host_pool(_INCARNATION, source, generations.fd, key)
+    description = PoolDescription(_INCARNATION, block_bytes, source.num_blocks)
+    exporter = PoolExporter(description, [source.fd, generations.fd], key)
     access = RemotePool(_INCARNATION, "", 0, pair_key(key, puller), False, puller)
     window = ShmTransport(target).connect(access)
     block_ids = range(2, num_pulled + 2)

@@ -30,11 +30,11 @@ from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.runner_protocols import LaunchedStep, Runner
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.local import LocalEngine
 from baton.engine.speculation.draft_model import DraftModelProposer
 from baton.engine.speculation.ngram import NgramProposer
@@ -97,10 +97,10 @@ def engine_of(local: LocalEngine, runner: Runner, proposer: Proposer | None) -> 
     """Another engine over the same model and pool."""
     limits = local.engine.limits
     return Engine(
-        make_parts(
+        EngineParts(
             runner,
             limits,
-            LocalGenerations(limits.num_blocks),
+            Generations(limits.num_blocks),
             fingerprint="bench",
             eos_token_ids=local.runner.eos_token_ids,
             enable_prefix_caching=False,

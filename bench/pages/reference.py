@@ -25,8 +25,7 @@ from baton.cli.main import build_parser
 from baton.core import errors
 from baton.core.errors import BatonError
 from baton.core.membership import Role
-from baton.core.request.parameters import Parameter
-from baton.core.request.sampling_params import OPTIONS, SAMPLING
+from baton.core.request.sampling_params import OPTIONS, SAMPLING, Parameter
 from baton.gateway.telemetry.metrics.metric_table import GROUPS
 
 _ROOT = Path(__file__).resolve().parents[2]

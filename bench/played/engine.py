@@ -17,15 +17,16 @@ from baton.core.request.timeline import Event, Stamp
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.core.step_cost import StepCost
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.first_steps import BUDGET_S
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.outputs import StepOutput
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import EngineOutput
 from baton.prefix_index.prefix_sources import FETCH_S
+from baton.proto.v1 import node_pb2
 from baton.proto.v1.node_pb2 import Counters
 
 from .caches import LINK_GBYTES_PER_S, TOKEN_BYTES, PlayedCopier, PublishedCache
@@ -118,10 +119,10 @@ class PlayedEngine:
             prefill_chunk_tokens=setup.prefill_chunk_tokens,
         )
         self.engine = Engine(
-            make_parts(
+            EngineParts(
                 self._device,
                 limits,
-                LocalGenerations(blocks.num),
+                Generations(blocks.num),
                 fingerprint=FINGERPRINT,
                 eos_token_ids=setup.eos_ids,
                 enable_prefix_caching=self.cache is not None,
@@ -160,11 +161,13 @@ class PlayedEngine:
                     member,
                     link,
                     self.load(),
-                    clock=cluster.clock,
-                    max_num_seqs=limits.max_num_seqs,
-                    block_bytes=block_bytes,
-                    num_host_blocks=blocks.num_host,
-                    own_target_s=setup.tbt_target_s or 0.0,
+                    node_pb2.Welcome(
+                        max_num_seqs=limits.max_num_seqs,
+                        block_bytes=block_bytes,
+                        num_host_blocks=blocks.num_host,
+                        tbt_target_s=setup.tbt_target_s or 0.0,
+                    ),
+                    cluster.clock,
                 )
             )
 

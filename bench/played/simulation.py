@@ -31,6 +31,7 @@ from baton.core.step_cost import StepCost
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.promises.promise_decider import PromiseDecider
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.output_chunk import OutputChunk
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits
@@ -181,14 +182,11 @@ class Simulation:
             prompt, sampling, "", RequestOptions(cache_salt=cache_salt), caller_id=caller_id
         )
         session = Session(
-            self._ids.new_id(),
-            request,
-            TextStream(_Letters().step, ()),
-            call,
-            arrived_unix_ns=0,
+            Answer(
+                self._ids.new_id(), request, TextStream(_Letters().step, ()), call, self.clock, 0
+            ),
             deadline_s=now_s + _DEADLINE_S,
             router=PromptRouter(gateway.table, request, hashes),
-            clock=self.clock,
             entropy=self._ids,
             limits=SessionLimits(max_queue_s=self._max_queue_s),
         )

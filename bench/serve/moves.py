@@ -32,8 +32,8 @@ from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.ports import Clock
 from baton.gateway.moves.choice import PlannedMove
+from baton.gateway.moves.mover import movable_from
 from baton.gateway.process.server import Gateway, serve
-from baton.gateway.request.move import movable_from
 
 from ..floors.figures import ROOT, Figure, command_line, table, write_figures
 from ..floors.gpu_shapes import SHAPES

@@ -30,5 +30,4 @@ class Constraint:
 
     @classmethod
     def choice(cls, values: Sequence[str]) -> Constraint:
-        """One of these texts."""
         return cls(ConstraintKind.CHOICE, json.dumps(list(values)))

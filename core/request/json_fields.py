@@ -78,8 +78,6 @@ def integer(least: int, most: int) -> FieldKind:
 
 
 def string(max_chars: int) -> FieldKind:
-    """A string of at most `max_chars` characters."""
-
     def read(value: Any, name: str) -> str:
         if len(_string(value, name)) > max_chars:
             raise invalid(name, f"at most {max_chars} characters long")
@@ -89,8 +87,6 @@ def string(max_chars: int) -> FieldKind:
 
 
 def list_of(kind: FieldKind, max_items: int) -> FieldKind:
-    """A list of at most `max_items` items."""
-
     def read(value: Any, name: str) -> list[Any]:
         if not isinstance(value, list):
             raise invalid(name, "a list")

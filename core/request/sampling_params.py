@@ -1,25 +1,22 @@
-"""The table of request parameters: what a client may request, one field a parameter.
+"""The table of request parameters: what a client may request, one field a parameter, with the name
+of the proto message's field. The kinds of values are in parameters.py and text_parameters.py.
 
-parameters.py has the kinds of values and lists what is made from this table. How the sampling
-parameters act on logits is in kernels/sampling.
+Generated from the table: the fields of HTTP bodies and OpenAPI
+(gateway/http/generate/request_fields.py), the checks of both fronts (gateway/validation), the codec
+(proto/codec.py), the steps between an engine's ranks, and the table in docs/sampling.md. How the
+sampling parameters act on logits is in kernels/sampling.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .constraint import Constraint
-from .parameters import (
-    FLAG,
-    LIMIT,
-    SEED,
-    at_least,
-    between,
-    count,
-    number,
-    parameter,
-    parameters_of,
-)
+from .json_fields import FieldKind
+from .parameters import FLAG, LIMIT, SEED, Kind, at_least, between, count, number
 from .text_parameters import (
     EARLY_STOPPING,
     stop_strings,
@@ -33,8 +30,33 @@ MOST_OUTPUTS = 16  # of a prompt
 
 
 @dataclass(frozen=True, slots=True)
+class Parameter:
+    """`absent`: the meaning of an absent field, as text, if that is not `default`.
+
+    `over_http`: the HTTP form, as text, if it has another name or meaning there.
+    """
+
+    default: Any
+    kind: Kind
+    help: str
+    absent: str | None = None
+    over_http: str = ""
+
+    @property
+    def field(self) -> FieldKind:
+        """Its field in a JSON body."""
+        return self.kind.field.within(description=self.help)
+
+
+def parameter(default: Any, kind: Kind, help: str, **more: str) -> Any:
+    """A dataclass field that is a request parameter; `more`: see Parameter."""
+    described = Parameter(default, kind, help, **more)
+    return dataclasses.field(default=default, metadata={"parameter": described})
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens: the table of what a client may request, as parameters.py describes.
+    """How to choose tokens: the engines' part of the table.
 
     An instance is validated; `None` means "no limit" or "not requested". `stop` strings are judged
     at the gateway, all else on the node. `constraint`: what the whole output must look like, given
@@ -191,5 +213,11 @@ class RequestOptions:
     )
 
 
-SAMPLING = parameters_of(SamplingParams)
-OPTIONS = parameters_of(RequestOptions)
+def _parameters_of(table: type) -> Mapping[str, Parameter]:
+    """The parameters among the fields of a dataclass, by name."""
+    fields = dataclasses.fields(table)
+    return {f.name: f.metadata["parameter"] for f in fields if "parameter" in f.metadata}
+
+
+SAMPLING = _parameters_of(SamplingParams)
+OPTIONS = _parameters_of(RequestOptions)

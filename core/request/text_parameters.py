@@ -47,6 +47,15 @@ def text_like(pattern: str, description: str) -> Kind:
     return Kind(description, STRING.within(pattern=f"^{pattern}$"), check)
 
 
+_LABEL_LIKE = "[!-~]{1,256}"
+LABEL = text_like(_LABEL_LIKE, "1 to 256 visible ASCII characters")
+
+
+def is_label(text: str) -> bool:
+    """Whether a text is a valid label of a request: it is written to logs and headers unescaped."""
+    return re.fullmatch(_LABEL_LIKE, text) is not None
+
+
 def stop_strings(max_items: int, max_bytes: int) -> Kind:
     """Texts of 1 to `max_bytes` bytes of UTF-8."""
 
@@ -62,8 +71,6 @@ def stop_strings(max_items: int, max_bytes: int) -> Kind:
 
 
 def token_ids(max_items: int) -> Kind:
-    """Ids of the vocabulary."""
-
     def check(value: Sequence[int], name: str, vocab_size: int) -> tuple[int, ...]:
         _check_length(value, max_items, name, "stop ids")
         check_in_vocabulary(value, vocab_size, name)

@@ -53,13 +53,6 @@ def pack(token_ids: Iterable[int]) -> bytes:
     return column(token_ids).tobytes()  # Baton runs on little-endian machines only
 
 
-def unpack(packed: bytes) -> array[int]:
-    """The reverse of `pack`; raises ValueError for an incomplete id."""
-    token_ids = column()
-    token_ids.frombytes(packed)
-    return token_ids
-
-
 def salted(cache_salt: str, adapter: str) -> str:
     """Salt and adapter in one text: KV depends on them, on the model and on the tokens."""
     return f"{cache_salt}\0{adapter}" if adapter else cache_salt  # no salt has a NUL

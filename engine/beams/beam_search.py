@@ -20,6 +20,7 @@ from ...core.errors import BatonError, InvalidRequest, PromptTooLarge
 from ...core.request.request import Request
 from ..execution.batch import SampledToken
 from ..execution.runner_protocols import Runner
+from ..kv.block_pool import Reservation
 from ..kv.limits import EngineLimits
 from ..scheduling.forks import child_of
 from ..scheduling.outputs import FinishedBeam, StepOutput
@@ -30,18 +31,16 @@ from .beam_group import BeamGroup, BeamRules, num_candidates
 
 @dataclass(slots=True, eq=False)
 class BeamSearch(SequenceGroup):
-    """One search. `keys`: the requests that get its best hypotheses, best first; `wanted`: those of
-    them that are not cancelled. The first key gets hypothesis number `sample_index`."""
+    """One search. `wanted`: the keys that are not cancelled. The first key gets hypothesis number
+    `sample_index` of the request."""
 
     request: Request = field(kw_only=True)
     beams: BeamGroup = field(kw_only=True)
-    keys: tuple[str, ...] = field(init=False)
     wanted: set[str] = field(init=False)
     found: dict[Sequence, SampledToken] = field(default_factory=dict)  # candidates by beam
     num_forks: int = 0
 
     def __post_init__(self) -> None:
-        self.keys = (self.request.key, *(fork.key for fork in self.request.forks))
         self.wanted = set(self.keys)
 
     @property
@@ -54,25 +53,18 @@ class BeamSearch(SequenceGroup):
         return one.state is SequenceState.RUNNING and is_computed and one in self.found
 
 
+@dataclass(slots=True)
 class BeamSearches:
     """The searches of one engine, whose `sequences` it updates; `by_key` has each search under all
-    keys of its requests. `on_end(num_outputs)` is called when a search finishes."""
+    keys of its requests. `_on_end(num_outputs)` is called when a search finishes."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        sequences: MutableMapping[str, Sequence],
-        runner: Runner,
-        eos_token_ids: frozenset[int],
-        on_end: Callable[[int], None],
-    ) -> None:
-        self._scheduler = scheduler
-        self._sequences = sequences
-        self._runner = runner
-        self._eos_token_ids = eos_token_ids
-        self._on_end = on_end
-        self.by_key: dict[str, BeamSearch] = {}
-        self._due: list[BeamSearch] = []  # with new candidates since `advance`
+    _scheduler: Scheduler
+    _sequences: MutableMapping[str, Sequence]
+    _runner: Runner
+    _eos_token_ids: frozenset[int]
+    _on_end: Callable[[int], None]
+    by_key: dict[str, BeamSearch] = field(default_factory=dict)
+    _due: list[BeamSearch] = field(default_factory=list)  # with new candidates since `advance`
 
     def begin(self, sequence: Sequence, limits: EngineLimits) -> None:
         """Make the new sequence of a beam search request the first of its search; a held sequence
@@ -88,9 +80,9 @@ class BeamSearches:
         sequence.num_candidates = num_candidates(rules.width, len(stop_ids))
         sequence.forks = ()
         if not sequence.is_held:
-            search = BeamSearch(rules.width, request=request, beams=BeamGroup(rules))
-            search.members.append(sequence)
-            sequence.group = search
+            keys = (request.key, *(fork.key for fork in request.forks))
+            beams = BeamGroup(rules)
+            sequence.group = BeamSearch(rules.width, keys, [sequence], request=request, beams=beams)
 
     def file(self, search: BeamSearch) -> None:
         """Register a search under its requests' keys, once its first sequence is queued."""
@@ -122,6 +114,12 @@ class BeamSearches:
             self._scheduler.remove(sequence)
 
     # -- steps ------------------------------------------------------------------------------------
+
+    def start(self, reservation: Reservation, first: SampledToken) -> None:
+        """`LiveSequences.start` of a search; `first`: the candidates behind the known tokens."""
+        sequence = self._sequences[reservation.key]
+        self._scheduler.start(sequence)
+        self.found(sequence, first)
 
     def found(self, sequence: Sequence, sampled: SampledToken) -> bool:
         """Record the candidates that may follow a beam's tokens. Returns whether they begin the

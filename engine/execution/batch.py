@@ -129,9 +129,6 @@ class StepBatch(Sequence[SequenceSlice]):
     def _slices(self) -> list[SequenceSlice]:
         return [*map(self.decodes.slice, range(len(self.decodes))), *self.others]
 
-    def followed_by(self, padding: Sequence[SequenceSlice]) -> StepBatch:
-        return StepBatch(self.decodes, [*self.others, *padding])
-
     @cached_property
     def query_lens(self) -> list[int]:
         return [1] * len(self.decodes) + [len(piece.token_ids) for piece in self.others]
@@ -140,10 +137,6 @@ class StepBatch(Sequence[SequenceSlice]):
     def seq_lens(self) -> list[int]:
         ends = [piece.start + len(piece.token_ids) for piece in self.others]
         return [*(self.decodes.starts + 1).tolist(), *ends]
-
-    @property
-    def block_tables(self) -> list[Sequence[int]]:
-        return [*self.decodes.block_tables, *(piece.block_table for piece in self.others)]
 
     @property
     def adapter_slots(self) -> list[int | None]:
@@ -156,12 +149,6 @@ class StepBatch(Sequence[SequenceSlice]):
             if len(piece.token_ids) != 1 + len(piece.draft_samples):
                 return index
         return len(self)
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether all slices are decodes that sample."""
-        all_sample = all(piece.sample is not None for piece in self.others)
-        return all_sample and self.num_decodes == len(self)
 
     def flatten(self, block_size: int) -> Int64s:
         """[3, tokens]: token ids, positions, slots (block_id * block_size + offset)."""
@@ -180,7 +167,7 @@ class StepBatch(Sequence[SequenceSlice]):
         return AttentionMetadata(
             query_lens=self.query_lens,
             seq_lens=self.seq_lens,
-            block_tables=self.block_tables,
+            block_tables=[*self.decodes.block_tables, *(one.block_table for one in self.others)],
             slot_mapping=slots,
             num_decodes=self.num_decodes,
             is_graph=is_graph,
@@ -211,12 +198,6 @@ class StepBatch(Sequence[SequenceSlice]):
         """How the row is sampled."""
         n = len(self.decodes)
         return self.decodes.spec(row) if row < n else self.specs[row - n]
-
-    @property
-    def special(self) -> list[int]:
-        """Rows that are sampled by more than temperature and noise."""
-        specs = chain(self.decodes.specs.items(), enumerate(self.specs, len(self.decodes)))
-        return [*self.decodes.special, *(row for row, one in specs if one.needs_more_than_noise)]
 
     @property
     def asking(self) -> list[int]:

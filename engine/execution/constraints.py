@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ...constraints.grammars import Grammar, Grammars, accept, cannot_go_on
 from ...core.errors import InvalidRequest
 from ...core.request.constraint import Constraint
+from ...kernels.sampling.sample_spec import Counts
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -182,10 +183,7 @@ class TokenCounts:
         copied.catch_up(token_ids)
         return copied
 
-    @property
-    def token_ids(self) -> NDArray[np.int64]:
-        return self._ids[: len(self._places)]
-
-    @property
-    def counts(self) -> NDArray[np.int64]:
-        return self._counts[: len(self._places)]
+    def arrays(self) -> Counts:
+        """Valid until tokens are counted again."""
+        n = len(self._places)
+        return Counts(self._ids[:n], self._counts[:n])

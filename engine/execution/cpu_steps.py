@@ -15,22 +15,17 @@ from ...kernels.sampling.sampling import sample
 from ..lora.rank_adapters import RankAdapters
 from .batch import SampledToken, SequenceSlice, StepBatch
 from .extras import compute_extras
-from .runner_protocols import LaunchedStep
 from .step_model import StepHead, StepModel
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """What a runner that does not run ahead returns: a LaunchedStep."""
+    """A LaunchedStep that has completed: of a CPU, or received from the last pipeline stage."""
 
     results: list[SampledToken | None]
     prompt: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     number = 0
     device_s = None
-
-    def behind(self, _first: LaunchedStep) -> CompletedStep:
-        """See GpuStep."""
-        return self
 
     def has_completed(self) -> bool:
         return True
@@ -60,9 +55,6 @@ class CpuSteps:
         self._attention = attention
         self._block_size = block_size
         self.head: StepHead | None = None
-
-    def capture_graphs(self) -> None:
-        """A CPU has no graphs."""
 
     def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
         """Compute the step. Raises EngineFailed, as `Runner.launch`."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 
 import torch
-from torch import Tensor
 
 from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
-from ...kernels.attention.attention import AttentionBackend
-from ...kernels.attention.attention_torch import TorchAttention
 from ...kernels.kv.kv_8bit import SCALE_BYTES
+from ...kernels.layers.ops import Ops
+from ..model.communicator import Communicator
 from ..model.model_config import ModelConfig
 from ..model.quantization import Quantization, stays_packed
 from ..model.weights.placement import Placement
@@ -38,7 +37,9 @@ def devices_of_ranks(config: EngineConfig) -> list[str]:
     return [f"cuda:{gpu}" for gpu in gpus]
 
 
-def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:
+def choose_placement(
+    config: EngineConfig, model: ModelConfig, communicator: Communicator
+) -> Placement:
     """The device, type and kernels that `--device` and `--dtype` select on this host.
 
     Raises StartupFailed for a device or type that there is not.
@@ -48,7 +49,14 @@ def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:
         _check_gpu(config.device, num_gpus)
     if config.device == "cpu" or not num_gpus:
         dtype = "float32" if config.dtype == "auto" else config.dtype
-        return Placement(torch.device("cpu"), _DTYPES[dtype], quantization=model.quantization)
+        return Placement(
+            torch.device("cpu"),
+            _DTYPES[dtype],
+            communicator.rank_ops(Ops()),
+            communicator,
+            config.enable_expert_parallel,
+            model.quantization,
+        )
     if not _has("triton"):
         raise StartupFailed("a GPU engine needs Triton", hint="pip install 'baton-serve[gpu]'")
     from ...kernels.layers.ops_triton import TritonOps
@@ -61,9 +69,11 @@ def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:
     return Placement(
         device,
         _DTYPES[dtype],
-        TritonOps(),
-        quantization=model.quantization,
-        stays_quantised=_has_kernels(device, model.quantization, dtype),
+        communicator.rank_ops(TritonOps()),
+        communicator,
+        config.enable_expert_parallel,
+        model.quantization,
+        _has_kernels(device, model.quantization, dtype),
     )
 
 
@@ -136,34 +146,6 @@ def choose_attention(
     if wanted == "auto":
         return "triton" if why_not else "flashinfer"
     return wanted
-
-
-def make_attention(
-    prefill: str,
-    pool: Tensor,
-    num_heads: int,
-    max_num_seqs: int,
-    model: ModelConfig,
-    max_model_len: int,
-    dtype: torch.dtype,
-    max_drafts: int = 0,
-) -> AttentionBackend:
-    """The backend over `pool`, of a rank with `num_heads` heads; `prefill` by choose_attention,
-    `dtype` that of the model. A decode may have up to `max_drafts` drafts."""
-    if prefill == "torch":
-        return TorchAttention(pool, model.windows, dtype)
-    from ...kernels.attention.attention_gpu import make_gpu_attention
-
-    return make_gpu_attention(
-        pool,
-        num_heads,
-        max_num_seqs,
-        max_model_len,
-        dtype,
-        prefill=prefill,
-        rows_each=1 + max_drafts,
-        windows=model.windows if model.smallest_window(max_model_len) else None,
-    )
 
 
 def _why_not_flashinfer(model: ModelConfig, placement: Placement, max_model_len: int) -> str:

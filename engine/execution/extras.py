@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from ...core.request.request import TokenLogprobs
-from ...kernels.sampling.sample_spec import SampleSpec
 from ...kernels.sampling.sampling import sample, token_logprobs
 from ...kernels.sampling.top_logprobs import candidates, top_logprobs
 from ...kernels.upload import upload_numbers
 from .batch import Candidate, SampledToken, StepBatch
 
-WholeLogits = Callable[[Sequence[int]], Tensor]  # of the given rows
+Compute = Callable[[Tensor, slice], tuple[Tensor, ...]]  # from whole logits, of a part of the rows
 _MAX_ROWS = 64  # processed at once: a whole chunk's logits would not fit beside the pool
 
 
@@ -107,49 +106,22 @@ def compute_extras(
         assert logits is not None
         return gather(logits.index_select(0, upload_numbers(wanted, logits.device)))
 
-    fork_tokens = top_tokens = found = None
-    if forks:
-        fork_tokens = _sample_forks([spec for _, spec in asking], forks, whole)
-    if tops:
-        top_tokens = _find_tops([row for row, _ in tops], whole, max(n for _, n in tops))
-    if beams:
-        places = [row for row, _ in beams]
-        found = _find_candidates(places, [*map(batch.spec, places)], whole)
-    parts, prompt_tokens = _score_prompts(batch, hidden, project)
-    return Extras(
-        forks,
-        tops,
-        parts,
-        fork_tokens,
-        top_tokens,
-        prompt_tokens,
-        beams,
-        found,
+    def of_rows(rows: Sequence[int], compute: Compute) -> tuple[Tensor, ...] | None:
+        """What `compute` gives for the rows, some at a time; None without rows."""
+        return _joined([compute(whole(rows[p]), p) for p in _parts(len(rows))]) if rows else None
+
+    again = [spec._replace(key=key) for _, spec in asking for key in spec.fork_keys]
+    most_tops, most_candidates = (max((n for _, n in each), default=0) for each in (tops, beams))
+    specs = [batch.spec(row) for row, _ in beams]
+    fork_tokens = of_rows(forks, lambda logits, p: sample(logits, again[p]))
+    top_tokens = of_rows(
+        [row for row, _ in tops], lambda logits, p: top_logprobs(logits, most_tops)
     )
-
-
-def _sample_forks(
-    specs: list[SampleSpec], rows: list[int], whole: WholeLogits
-) -> tuple[Tensor, ...]:
-    """Sample `rows` (one entry for each fork) again, each with its own key."""
-    wanted = [spec._replace(key=key) for spec in specs for key in spec.fork_keys]
-    parts = [sample(whole(rows[part]), wanted[part]) for part in _parts(len(rows))]
-    return _joined(parts)
-
-
-def _find_tops(rows: list[int], whole: WholeLogits, most: int) -> tuple[Tensor, ...]:
-    """The `most` likeliest of each of the rows."""
-    parts = [top_logprobs(whole(rows[part]), most) for part in _parts(len(rows))]
-    return _joined(parts)
-
-
-def _find_candidates(
-    rows: list[int], specs: list[SampleSpec], whole: WholeLogits
-) -> tuple[Tensor, ...]:
-    """The likeliest tokens of each of the rows, after its spec has changed the logits."""
-    most = max(spec.num_candidates for spec in specs)
-    parts = [candidates(whole(rows[p]), specs[p], most) for p in _parts(len(rows))]
-    return _joined(parts)
+    found = of_rows(
+        [row for row, _ in beams], lambda logits, p: candidates(logits, specs[p], most_candidates)
+    )
+    parts, prompt_tokens = _score_prompts(batch, hidden, project)
+    return Extras(forks, tops, parts, fork_tokens, top_tokens, prompt_tokens, beams, found)
 
 
 def _score_prompts(

@@ -33,6 +33,7 @@ from .batch import SequenceSlice, StepBatch
 from .cpu_steps import CpuSteps
 from .device import choose_attention, choose_kv_dtype, choose_placement
 from .drafting.head_model import make_draft_model
+from .gpu.gpu_step import GpuStep
 from .model_loading import choose_max_model_len, load_model
 from .runner_protocols import Drafter, LaunchedStep
 from .step_builder import StepBuilder
@@ -66,13 +67,12 @@ class ModelRunner:
         self._config = config
         self._count: CudaStepCount | None = None
         self._communicator = communicator
-        has_expert_parallel = config.enable_expert_parallel
-        placement = choose_placement(config, self.model_config)
+        self._placement = choose_placement(config, self.model_config, communicator)
         check_divisible(
             self.model_config,
             communicator.size,
-            has_expert_parallel=has_expert_parallel,
-            stays_quantised=placement.stays_quantised,
+            has_expert_parallel=config.enable_expert_parallel,
+            stays_quantised=self._placement.stays_quantised,
         )
         self.heads = heads_of_rank(self.model_config, communicator.rank, communicator.size)
         self.stages = layer_ranges(
@@ -81,9 +81,6 @@ class ModelRunner:
             decodes=config.pp_balance != "prefill",
         )
         self.layers = self.stages[communicator.stages.stage]
-        self._placement = dataclasses.replace(
-            placement, communicator=communicator, has_expert_parallel=has_expert_parallel
-        )
         prefill_attention = choose_attention(
             config, self.model_config, self._placement, self.max_model_len
         )
@@ -163,7 +160,7 @@ class ModelRunner:
         batch = StepBatch.of(batch)
         first = self._draft_steps.compute_prompts(batch.others)
         step = self._steps.launch(batch)
-        return step if first is None else step.behind(first)
+        return step.behind(first) if isinstance(step, GpuStep) else step
 
     def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
         """See Drafter. Steps are not handed out: `close` ends the last references to the KV."""

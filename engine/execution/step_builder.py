@@ -21,6 +21,7 @@ import torch
 from ...core.engine_config import EngineConfig
 from ...core.request.sampling_params import SAMPLING, SamplingParams
 from ...kernels.attention.attention import AttentionBackend
+from ...kernels.attention.attention_torch import TorchAttention
 from ...kernels.pinned_memory import reserve_pinned_memory
 from ...kernels.sampling.sample_spec import SampleSpec
 from ..kv.block_pool import PADDING_BLOCK
@@ -34,7 +35,6 @@ from ..model.sharding import Heads
 from ..model.weights.placement import Placement
 from .batch import SequenceSlice
 from .cpu_steps import CpuSteps
-from .device import make_attention
 from .drafting.draft_model import DraftModel
 from .drafting.draft_steps import MOST_ROWS, DraftSteps
 from .drafting.head_steps import HeadSteps
@@ -204,15 +204,20 @@ class StepBuilder:
             config = dataclasses.replace(self.model_config, windows=of_stage)
         else:
             config = draft.attention_config
-        return make_attention(
-            self.prefill_attention,
+        dtype, max_model_len = self.placement.dtype, self.max_model_len
+        if self.prefill_attention == "torch":
+            return TorchAttention(pool, config.windows, dtype)
+        from ...kernels.attention.attention_gpu import make_gpu_attention
+
+        return make_gpu_attention(
             pool,
             (draft or self).heads.num_heads,
             self.max_num_seqs,
-            config,
-            self.max_model_len,
-            self.placement.dtype,
-            self.config.max_drafts if draft is None else max_drafts,
+            max_model_len,
+            dtype,
+            prefill=self.prefill_attention,
+            rows_each=1 + (self.config.max_drafts if draft is None else max_drafts),
+            windows=config.windows if config.smallest_window(max_model_len) else None,
         )
 
     def _choose_max_num_seqs(self, num_blocks: int | None) -> None:

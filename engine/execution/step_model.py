@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...kernels.attention.attention import AttentionBackend
 from ..model.communicator import Communicator
-from ..model.layers import Product
 from ..model.stages import LayerRange
 from .batch import StepBatch
 from .runner_protocols import Drafter
@@ -50,10 +49,6 @@ class StepModel(Protocol):
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionBackend
     ) -> Tensor: ...
-
-    def products(self) -> list[tuple[int, Product]]:
-        """Products to be timed for the sizes of graphs; empty if that is not worth it."""
-        ...
 
 
 class StepHead(Drafter, Protocol):

@@ -50,11 +50,8 @@ class JoinedRank:
 
 def gather(trust: ClusterTrust, on_line: Callable[[str], None]) -> dict[int, JoinedRank]:
     """Wait for the ranks of all other hosts. Raises StartupFailed if it cannot listen."""
-    gathering = _Gathering(trust)
-    try:
+    with contextlib.closing(_Gathering(trust)) as gathering:
         return gathering.wait(on_line)
-    finally:
-        gathering.close()
 
 
 class _Gathering:

@@ -124,6 +124,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, generations: Generations) -> None:
         assert num_blocks > NUM_RESERVED_BLOCKS
         self.num_blocks = num_blocks
+        self.capacity = num_blocks - NUM_RESERVED_BLOCKS  # blocks that can be allocated at most
         self.num_releases = 0  # if unchanged, what did not fit still does not
         self._generations = generations
         self._num_refs = [0] * num_blocks
@@ -132,11 +133,6 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.open_fences: set[Fence] = set()
         self.on_evict: Callable[[Sequence[int]], None] | None = None  # called with ids
-
-    @property
-    def capacity(self) -> int:
-        """Blocks that can be allocated at most."""
-        return self.num_blocks - NUM_RESERVED_BLOCKS
 
     @property
     def num_available(self) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -103,12 +104,12 @@ def export_handle(address: int, device: torch.device) -> bytes:
     return bytes(handle.reserved)
 
 
+@dataclass(frozen=True, slots=True)
 class MappedMemory:
-    """Another process's memory as `device` sees it at `address`, until `close`."""
+    """Another process's memory as a device sees it at `address`, until `close`."""
 
-    def __init__(self, address: int, device: torch.device) -> None:
-        self.address = address
-        self._device = device
+    address: int
+    _device: torch.device
 
     def close(self) -> None:
         """Unmap it; nothing on the device may still read it."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,31 +29,24 @@ _MAGIC = b"BATONGEN"
 _VERSION = 2
 
 
-class Generations(Protocol):
-    """The generations of an engine's own blocks."""
+class Generations:
+    """The generations of an engine's own blocks; here no other process reads them."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._values = memoryview(bytearray(8 * num_blocks)).cast("Q")
 
     def bump(self, block_ids: Sequence[int]) -> None:
         """Called before `block_ids` may be overwritten: invalidates copies that began earlier."""
-        ...
-
-    def read(self, block_id: int) -> int: ...
-
-
-class LocalGenerations:
-    """Generations that no other process reads."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self._values = [0] * num_blocks
-
-    def bump(self, block_ids: Sequence[int]) -> None:
-        for block_id in block_ids:
-            self._values[block_id] += 1
+        values = self._values
+        drawn = memoryview(os.urandom(8 * len(block_ids))).cast("Q")
+        for block_id, generation in zip(block_ids, drawn, strict=True):
+            values[block_id] = generation or 1
 
     def read(self, block_id: int) -> int:
         return self._values[block_id]
 
 
-class SharedGenerations:
+class SharedGenerations(Generations):
     """The owner's page. `fd` is passed to pullers."""
 
     def __init__(self, num_blocks: int, incarnation: str) -> None:
@@ -65,20 +57,11 @@ class SharedGenerations:
         # One aligned 8-byte store per bump: a reader sees the old value or the new one, not a mix.
         self._values = memoryview(self._memory)[_HEADER.size :].cast("Q")
 
-    def bump(self, block_ids: Sequence[int]) -> None:
-        values = self._values
-        drawn = memoryview(os.urandom(8 * len(block_ids))).cast("Q")
-        for block_id, generation in zip(block_ids, drawn, strict=True):
-            values[block_id] = generation or 1
-
     def take_over(
         self, block_ids: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]
     ) -> None:
         """Copy generations that the owner, which is on another host, has drawn."""
         np.frombuffer(self._values, np.uint64)[block_ids] = generations
-
-    def read(self, block_id: int) -> int:
-        return self._values[block_id]
 
     @property
     def num_steps_address(self) -> int:
@@ -106,12 +89,9 @@ class GenerationsReader:
         word = slice(_NUM_STEPS_OFFSET, _NUM_STEPS_OFFSET + 8)
         self._num_steps = memoryview(self._memory)[word].cast("Q")
 
-    def read(self, block_id: int) -> int:
-        return self._values[block_id]
-
-    def read_many(self, block_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """The generations of many blocks, each read once; the ids are within the page."""
-        return np.frombuffer(self._values, np.uint64)[block_ids]
+    def match(self, block_ids: npt.NDArray[np.int64], known: npt.NDArray[np.uint64]) -> bool:
+        """Whether these blocks have the generations `known`; the ids are within the page."""
+        return np.array_equal(np.frombuffer(self._values, np.uint64)[block_ids], known)
 
     def num_steps(self) -> int:
         """How many of the owner's steps have written their KV; 0 if they are not counted."""

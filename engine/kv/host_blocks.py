@@ -100,13 +100,7 @@ class HostBlocks:
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
         """The blocks of the longest entered prefix of `hashes`."""
-        matched: list[int] = []
-        for block_hash in hashes:
-            block = self._block_of.get(block_hash)
-            if block is None:
-                break
-            matched.append(block)
-        return matched
+        return found_prefix(hashes, self._block_of.get)
 
     def missing(self, hashes: Sequence[BlockHash], but: Container[BlockHash] = ()) -> list[int]:
         """Positions of the hashes that are neither entered nor in `but`."""
@@ -247,6 +241,16 @@ class HostBlocks:
                     del parent.branches[family.position]
                 self._enqueue(parent)
         return hashes
+
+
+def found_prefix(hashes: Iterable[BlockHash], find: Callable[[BlockHash], int | None]) -> list[int]:
+    """What `find` returns for each hash, up to the first one that it has nothing for."""
+    found: list[int] = []
+    for block_hash in hashes:
+        if (block := find(block_hash)) is None:
+            break
+        found.append(block)
+    return found
 
 
 def _is_valid(entry: tuple[int, int, Family]) -> bool:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ...core.request.token_ids import BlockHash, Tier
 from .block_pool import BlockPool
-from .host_blocks import HostBlocks
+from .host_blocks import HostBlocks, found_prefix
 
 
 class CacheObserver(Protocol):
@@ -57,13 +57,7 @@ class PrefixCache:
 
         They may be unreferenced: acquire them before anything is allocated.
         """
-        matched: list[int] = []
-        for block_hash in hashes:
-            block_id = self._block_of.get(block_hash)
-            if block_id is None:
-                break
-            matched.append(block_id)
-        return matched
+        return found_prefix(hashes, self._block_of.get)
 
     def store(self, block_hashes: Iterable[BlockHash], block_ids: Iterable[int]) -> None:
         """Enter full, computed blocks that are referenced, by their distinct hashes.

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from ...core.errors import InvalidRequest, Overloaded, Unavailable
 from ...core.request.request import Adapter, Request
@@ -198,13 +198,6 @@ class AdapterRoom(Generic[U]):
     def _now(self) -> int:
         self._count += 1
         return self._count
-
-
-def room_for(
-    adapters: Adapters | None, max_loras: int, max_host_adapters: int
-) -> AdapterRoom[Any] | None:
-    """None if the engine serves no adapters."""
-    return None if adapters is None else AdapterRoom(adapters, max_loras, max_host_adapters)
 
 
 def refuse_adapter() -> InvalidRequest:

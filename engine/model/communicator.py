@@ -7,22 +7,13 @@ of one stage; `stages` connects it with the others. Knows no model and no messag
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch import Tensor
 
 from ...kernels.layers.ops import Ops
-from ...kernels.products.weights import Activations, Fp8Weight, Summands, Unscaled, Weight
+from ...kernels.products.weights import Activations, Fp8Weight, Summand, Weight
 from .stages import Stages
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A summand that has already been written to the memory where the ranks add it up."""
-
-
-Summand: TypeAlias = Tensor | Unscaled | Summands | Sent
 
 
 class Communicator:
@@ -43,23 +34,9 @@ class Communicator:
         """The sum of all ranks' x: in place, or a new tensor."""
         return x
 
-    def linear(self, ops: Ops, x: Activations, weight: Weight, bias: Tensor | None) -> Summand:
-        """`ops.linear`; its result may only go to `add_rms_norm`, as the next operation."""
-        return (ops.summand if self.size == 1 else ops.linear)(x, weight, bias)
-
-    def add_rms_norm(
-        self,
-        ops: Ops,
-        x: Summand,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        reader: Fp8Weight | None = None,
-    ) -> Activations:
-        """`ops.add_rms_norm` of the sum of all ranks' x."""
-        assert not isinstance(x, Sent)
-        summed = self.all_reduce(x) if isinstance(x, Tensor) else x
-        return ops.add_rms_norm(summed, residual, weight, eps, reader)
+    def rank_ops(self, ops: Ops) -> LayerOps:
+        """`ops` for this rank's part of the layers."""
+        return ops if self.size == 1 else RankOps(ops, self)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[rows, columns] -> [rows, size * columns]: the columns in rank order."""
@@ -74,3 +51,32 @@ class Communicator:
 
     def close(self) -> None:
         """Call after the other ranks have ended: until then they may write to our memory."""
+
+
+class RankOps:
+    """`ops` of one of several ranks. The results of `summand` and of experts are this rank's
+    summands, which `add_rms_norm` adds up; it must be the next operation after `summand`."""
+
+    def __init__(self, ops: Ops, communicator: Communicator) -> None:
+        self._ops, self._communicator = ops, communicator
+        self.linear, self.gated_linear, self.rms_norm = ops.linear, ops.gated_linear, ops.rms_norm
+        self.experts = self.experts_summand = ops.experts
+
+    def summand(self, x: Activations, weight: Weight, bias: Tensor | None) -> Summand:
+        return self.linear(x, weight, bias)
+
+    def add_rms_norm(
+        self,
+        x: Summand,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        reader: Fp8Weight | None = None,
+    ) -> Activations:
+        """`Ops.add_rms_norm` of the sum of all ranks' x."""
+        assert isinstance(x, Tensor)
+        summed = self._communicator.all_reduce(x)
+        return self._ops.add_rms_norm(summed, residual, weight, eps, reader)
+
+
+LayerOps: TypeAlias = Ops | RankOps

@@ -16,19 +16,10 @@ from torch import Tensor
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.experts.experts import ExpertLoads
 from ...kernels.kv.kv_blocks import HeadNorms
-from ...kernels.products.weights import Activations, Fp8Weight
-from .communicator import Communicator, Summand
+from ...kernels.products.weights import Activations, Fp8Weight, Summand
+from .communicator import Communicator
 from .experts import Experts
-from .layers import (
-    MLP,
-    Embedding,
-    GatedLinear,
-    Linear,
-    Product,
-    RMSNorm,
-    RotaryEmbedding,
-    RowLinear,
-)
+from .layers import MLP, Embedding, GatedLinear, Linear, RMSNorm, RotaryEmbedding, RowLinear
 from .stages import LayerRange
 from .weights.targets import Target
 
@@ -104,11 +95,12 @@ class Decoder:
     """The decoder, or one pipeline stage of it.
 
     `targets`: the tensors that a loader fills, by the names that a checkpoint must have. `loads`
-    counts the tokens of each expert, if the model has experts.
+    counts the tokens of each expert, if the model has experts. What a draft head reads is written
+    to `kept`, unless that is None: the inputs of `kept_layers` side by side, or the last norm's
+    output if there are none.
     """
 
     range: LayerRange
-    is_first_stage: bool
     layers: list[DecoderLayer]
     norm: RMSNorm | None  # last stage only
     rotary: RotaryEmbedding
@@ -121,8 +113,8 @@ class Decoder:
     targets: dict[str, Target]
     embed: Embedding = field(init=False)  # first stage; last stage if tied to the LM head
     lm_head: Embedding = field(init=False)  # last stage only
-    kept_layers: tuple[int, ...] = ()  # layers whose inputs a draft head reads
-    kept: Tensor | None = None  # see keep
+    kept_layers: tuple[int, ...] = ()
+    kept: Tensor | None = None  # [most tokens of a step, features]
 
     has_whole_logits = False  # on each rank: see Embedding.project_part
 
@@ -135,8 +127,9 @@ class Decoder:
         `attention.plan` has been called for this step.
         """
         stages, residual = self.communicator.stages, None
-        if not self.is_first_stage:
-            residual = self.new_residual(len(token_ids))
+        if self.range.first > 0:
+            shape = (len(token_ids), self.hidden_size)
+            residual = torch.empty(shape, dtype=self.dtype, device=self.device)
             stages.receive(residual)
         hidden = self.compute(token_ids, positions, slots, attention, residual)
         if self.norm is None:
@@ -171,30 +164,9 @@ class Decoder:
             self.kept[: len(hidden)].copy_(hidden)
         return hidden
 
-    def keep(self, most_tokens: int) -> None:
-        """Make steps of at most `most_tokens` write to `kept` what a draft head reads: the inputs
-        of `kept_layers` side by side, or the last norm's output if there are none. The buffer keeps
-        its address: CUDA graphs write to it."""
-        self.kept = None  # frees the old one first: memory may not suffice for both
-        width = max(1, len(self.kept_layers)) * self.hidden_size
-        self.kept = torch.zeros(most_tokens, width, dtype=self.dtype, device=self.device)
-
     def _kept_parts(self, num_tokens: int) -> dict[int, Tensor]:
         """The parts of `kept` for the inputs of `kept_layers`, by layer."""
         if self.kept is None or not self.kept_layers:
             return {}
         parts = self.kept[:num_tokens].view(num_tokens, -1, self.hidden_size).unbind(1)
         return dict(zip(self.kept_layers, parts, strict=True))
-
-    def products(self) -> list[tuple[int, Product]]:
-        """For each linear of the first layer: its number of inputs, and what it computes on this
-        rank without communication."""
-        has_others = self.communicator.size > 1
-        return [
-            (one.weight.shape[1], one.product if has_others and isinstance(one, RowLinear) else one)
-            for one in self.layers[0].linears
-        ]
-
-    def new_residual(self, num_tokens: int) -> Tensor:
-        """A buffer [tokens, hidden] to receive the previous stage's residual stream."""
-        return torch.empty(num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)

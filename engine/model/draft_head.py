@@ -14,12 +14,15 @@ Multi-token prediction (MTP), as MiMo publishes it with the model:
     the next token ─► embedding ─► norm ─► input_proj ─► layer ─► norm ─► the model's LM head
 
 At position p a head reads the state of p and token p + 1, and drafts token p + 2. After the last
-known token it reads its own state. Knows no file and no step.
+known token it reads its own state. Knows no file and no step. What each head has:
+
+    fuse       `Decoder.kept` of a step [tokens, features] -> states [tokens, hidden]
+    forward    the next states [tokens, hidden], from `states` [tokens, hidden], their positions
+               [tokens], and the tokens that follow them; may overwrite `states`
+    logits     [rows, hidden] -> [rows, the model's vocabulary]; -inf for tokens never drafted
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,27 +34,6 @@ from .layers import Embedding, Linear, RMSNorm
 from .model_config import ModelConfig
 from .rotary import make_rotary_embedding
 from .weights.placement import Placement
-
-
-class DraftHead(Protocol):
-    """A head whose weights are in place."""
-
-    hidden_size: int
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """`Decoder.kept` of a step [tokens, features] -> states [tokens, hidden]."""
-        ...
-
-    def forward(
-        self, token_ids: Tensor, states: Tensor, positions: Tensor, attention: AttentionBackend
-    ) -> Tensor:
-        """The next states [tokens, hidden], from `states` and the tokens that follow them; may
-        overwrite `states`. `positions` [tokens]: the positions of `states`."""
-        ...
-
-    def logits(self, states: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, the model's vocabulary]; -inf for tokens never drafted."""
-        ...
 
 
 class Eagle3Head:
@@ -95,13 +77,11 @@ class Eagle3Head:
         self.offsets = torch.zeros(num_drafted, dtype=torch.int64, device=placement.device)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """See DraftHead."""
         return self._fc(features)
 
     def forward(
         self, token_ids: Tensor, states: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> Tensor:
-        """See DraftHead."""
         embedded, normed = self._input_norm(self._embed(token_ids)), self._hidden_norm(states)
         assert isinstance(embedded, Tensor) and isinstance(normed, Tensor)
         both = torch.cat([embedded, normed], dim=-1)
@@ -112,7 +92,6 @@ class Eagle3Head:
         return residual
 
     def logits(self, states: Tensor) -> Tensor:
-        """See DraftHead."""
         normed = self._norm(states)
         assert isinstance(normed, Tensor)
         drafted = self._lm_head.project(normed)
@@ -152,13 +131,11 @@ class MtpHead:
         self._rotary = make_rotary_embedding(config.rope, config.head_dim, placement.device)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """See DraftHead."""
         return features
 
     def forward(
         self, token_ids: Tensor, states: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> Tensor:
-        """See DraftHead."""
         # At position 0 the head was trained with a zero embedding.
         tokens = self._embed(token_ids).masked_fill((positions == 0)[:, None], 0)
         embedded, normed = self._token_norm(tokens), self._hidden_norm(states)
@@ -170,7 +147,6 @@ class MtpHead:
         return found
 
     def logits(self, states: Tensor) -> Tensor:
-        """See DraftHead."""
         return self._lm_head.project(states)
 
 

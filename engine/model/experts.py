@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.experts.experts import LayerLoads, Mixture
-from ...kernels.layers.ops import Ops
-from ...kernels.products.weights import Activations
-from .communicator import Communicator, Summand
+from ...kernels.products.weights import Activations, Summand
+from .communicator import LayerOps
 from .layers import MLP
 
 
@@ -33,7 +32,8 @@ class SharedExpert:
         # of rows. Computed in float64 and rounded once, a row's gate does not depend on others.
         weighted = x.float() * self.gate.float()
         gate = torch.sigmoid(weighted.sum(-1, keepdim=True, dtype=torch.float64))
-        return gate.to(x.dtype) * self.mlp.product(x)
+        down = self.mlp.down
+        return gate.to(x.dtype) * down.product(self.mlp.gate_up(x, down.fp8_weight))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,11 @@ class Experts:
     mixture: Mixture
     shared: SharedExpert | None
     loads: LayerLoads | None
-    ops: Ops
-    communicator: Communicator
+    ops: LayerOps
 
     def __call__(self, x: Activations) -> Summand:
         """[tokens, hidden] -> this rank's summand, which must go to the next RMSNorm.add."""
         assert isinstance(x, Tensor), "more than one weight reads it"
-        if self.shared is None and self.communicator.size == 1:
+        if self.shared is None:
             return self.ops.experts_summand(x, self.mixture, self.loads)
-        out = self.ops.experts(x, self.mixture, self.loads)
-        if self.shared is not None:
-            out += self.shared(x)
-        return out
+        return self.ops.experts(x, self.mixture, self.loads).add_(self.shared(x))

@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.kv.kv_blocks import rope_angles
-from ...kernels.layers.ops import Ops
 from ...kernels.lora.lora import Place
-from ...kernels.products.weights import Activations, Fp8Weight, Weight
-from .communicator import Communicator, Summand
+from ...kernels.products.weights import Activations, Fp8Weight, Summand, Weight
+from .communicator import Communicator, LayerOps
 
 
 class StepAdapters(Protocol):
@@ -63,8 +62,7 @@ class LinearBase:
 
     weight: Weight
     bias: Tensor | None
-    ops: Ops
-    communicator: Communicator
+    ops: LayerOps
     outputs: Sequence[Outputs]
     inputs: tuple[int, int, int]
     adapters: StepAdapters | None = field(default=None, init=False)
@@ -106,7 +104,7 @@ class RowLinear(LinearBase):
         """The result must go to the next RMSNorm.add."""
         if self.adapters is not None and self.adapters.is_active:
             return self.product(x)
-        return self.communicator.linear(self.ops, x, self.weight, self.bias)
+        return self.ops.summand(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +118,6 @@ class MLP:
     def __call__(self, x: Activations) -> Summand:
         return self.down(self.gate_up(x, self.down.fp8_weight))
 
-    def product(self, x: Tensor) -> Tensor:
-        """The summand as a tensor, without communication."""
-        return self.down.product(self.gate_up(x, self.down.fp8_weight))
-
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
@@ -131,8 +125,7 @@ class RMSNorm:
 
     weight: Tensor
     eps: float
-    ops: Ops
-    communicator: Communicator
+    ops: LayerOps
 
     def __call__(self, x: Tensor, reader: Fp8Weight | None = None) -> Activations:
         """`reader`: see Ops."""
@@ -140,8 +133,7 @@ class RMSNorm:
 
     def add(self, x: Summand, residual: Tensor, reader: Fp8Weight | None = None) -> Activations:
         """Add the sum of all ranks' x to `residual` in place; return the norm of the result."""
-        weight, eps = self.weight, self.eps
-        return self.communicator.add_rms_norm(self.ops, x, residual, weight, eps, reader)
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps, reader)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +148,7 @@ class Embedding:
     first: int
     num_ids: int
     vocab_size: int
-    ops: Ops
+    ops: LayerOps
     communicator: Communicator
 
     def __call__(self, token_ids: Tensor) -> Tensor:
@@ -177,7 +169,9 @@ class Embedding:
 
     def gather(self, parts: Tensor) -> Tensor:
         """Complete logits [rows, vocab] from each rank's `project_part`."""
-        return self.communicator.all_gather(parts)[:, : self.vocab_size]
+        if self.communicator.size > 1:
+            parts = self.communicator.all_gather(parts)
+        return parts[:, : self.vocab_size]
 
 
 @dataclass(frozen=True, slots=True)

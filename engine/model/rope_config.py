@@ -109,10 +109,6 @@ def _read_one(section: Fields, fields: Fields) -> RopeConfig:
     return RopeConfig(theta, read(section, fields))
 
 
-def _linear(section: Fields, fields: Fields) -> LinearScaling:
-    return LinearScaling(_factor(section))
-
-
 def _dynamic(section: Fields, fields: Fields) -> DynamicScaling:
     return DynamicScaling(_factor(section), fields.positive("max_position_embeddings"))
 
@@ -168,7 +164,7 @@ def _original_length(section: Fields, fields: Fields) -> int:
 
 
 _READERS: Mapping[str, Callable[[Fields, Fields], Scaling]] = {
-    "linear": _linear,
+    "linear": lambda section, fields: LinearScaling(_factor(section)),
     "dynamic": _dynamic,
     "yarn": _yarn,
     "llama3": _llama3,

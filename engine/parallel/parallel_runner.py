@@ -24,15 +24,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from ...core.errors import EngineFailed
 from ...core.request.request import TokenLogprobs
 from ...core.request.sampling_params import SAMPLING, SamplingParams
 from ...kernels.attention.attention import join_tables
-from ...kernels.sampling.sample_spec import SampleSpec
+from ...kernels.sampling.sample_spec import Counts, SampleSpec
 from ..execution.batch import DecodeColumns, SampledToken, SequenceSlice, StepBatch
-from ..execution.runner_protocols import LaunchedStep, Runner
+from ..execution.runner_protocols import Drafter, LaunchedStep, Runner
 from .rank_channel import MessageKind
 from .rank_group import RankGroup
 
@@ -54,16 +52,12 @@ class _ParallelStep:
 
     def has_completed(self) -> bool:
         self.followers.check()  # a device that waits for a lost rank never completes
-        try:
+        with self.followers.explaining:
             return self.mine.has_completed()
-        except EngineFailed as error:
-            raise self.followers.explain(error) from error
 
     def collect(self) -> list[SampledToken | None]:
-        try:
+        with self.followers.explaining:
             return self.mine.collect()
-        except EngineFailed as error:
-            raise self.followers.explain(error) from error
 
     def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
         return self.mine.prompt_logprobs()
@@ -73,24 +67,31 @@ class ParallelRunner:
     """`mine`: rank 0's runner. A step that fails raises the error that the failed rank sent."""
 
     def __init__(self, mine: Runner, followers: RankGroup) -> None:
-        self._mine = mine
-        self._followers = followers
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self._mine.runs_ahead
+        self._mine, self._followers = mine, followers
+        self.runs_ahead = mine.runs_ahead
 
     def launch(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
         self._followers.send(MessageKind.STEP, encode(batch))
-        try:
+        with self._followers.explaining:
             return _ParallelStep(self._mine.launch(batch), self._followers)
-        except EngineFailed as error:
-            raise self._followers.explain(error) from error
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """The other ranks copy before they run any message sent later."""
-        self._followers.copy_blocks(pairs)
+        self._followers.send(MessageKind.COPY_BLOCKS, np.array(pairs, np.int64).T.tobytes())
         self._mine.copy_blocks(pairs)
+
+
+class RankedDrafter:
+    """A Drafter of all ranks: each has its part of the draft model, and all draw the same tokens.
+    `mine`: rank 0's."""
+
+    def __init__(self, mine: Drafter, followers: RankGroup) -> None:
+        self._mine, self._followers = mine, followers
+
+    def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
+        self._followers.send(MessageKind.DRAFT, encode(batch))
+        with self._followers.explaining:
+            return self._mine.draft(batch)
 
 
 # The sampling parameters that a sampler reads; rank 0 alone handles the others. All but the
@@ -107,31 +108,16 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=bytes)  # of arrays
 _decoder = msgspec.msgpack.Decoder()
 
 
-@dataclass(frozen=True, slots=True)
-class _SentCounts:
-    """`sample_spec.Counts` as another rank receives them."""
-
-    token_ids: NDArray[np.int64]
-    counts: NDArray[np.int64]
-
-
 def encode(batch: Sequence[SequenceSlice]) -> bytes:
     """Encode a step as a message; the token counts of penalties are copied."""
     batch = StepBatch.of(batch)
     others = [
-        (
-            array("I", piece.token_ids),
-            piece.start,
-            array("i", piece.block_table),
-            None if piece.sample is None else _sent(piece.sample),
-            piece.follows,
-            array("I", piece.prompt_targets),
-            piece.first_prompt_target,
-            piece.num_prompt_top,
-            piece.adapter_slot,
-            list(map(_sent, piece.draft_samples)),
-            piece.is_prompt,
-            piece.next_token_id,
+        piece._replace(
+            token_ids=array("I", piece.token_ids),
+            block_table=array("i", piece.block_table),
+            sample=None if piece.sample is None else _sent(piece.sample),
+            prompt_targets=array("I", piece.prompt_targets),
+            draft_samples=[*map(_sent, piece.draft_samples)],
         )
         for piece in batch.others
     ]
@@ -148,47 +134,27 @@ def _sent_columns(decodes: DecodeColumns) -> tuple[Any, ...]:
     return (*numbers, decodes.temperatures, *tables, decodes.adapter_slots, *few_rows)
 
 
-def _sent(spec: SampleSpec) -> tuple[Any, ...]:
+def _sent(spec: SampleSpec) -> Any:
+    """The spec with the values of its parameters in their place."""
     values = _values_of(spec.params)
-    counts = None if spec.counts is None else (spec.counts.token_ids, spec.counts.counts)
-    return (
-        values[:1] if values[1:] == _UNSET else values,
-        spec.key,
-        spec.forbidden_ids,
-        counts,
-        spec.fork_keys,
-        spec.allowed,
-        spec.num_candidates,
-    )
+    return (values[:1] if values[1:] == _UNSET else values, *spec[1:])
 
 
 def decode(message: memoryview) -> StepBatch:
     """Decode a step; its arrays are views of the message."""
     columns, slices = _decoder.decode(message)
-    others = [
-        SequenceSlice(
-            memoryview(tokens).cast("I"),
-            start,
-            memoryview(table).cast("i"),
-            None if spec is None else _received(*spec),
-            follows,
-            memoryview(targets).cast("I") if targets else (),
-            first_target,
-            num_top,
-            slot,
-            [_received(*one) for one in drafts],
-            is_prompt,
-            next_token_id,
-        )
-        for (
-            *(tokens, start, table, spec, follows, targets, first_target, num_top),
-            slot,
-            drafts,
-            is_prompt,
-            next_token_id,
-        ) in slices
-    ]
-    return StepBatch(_received_columns(*columns), others)
+    return StepBatch(_received_columns(*columns), [_received_slice(*one) for one in slices])
+
+
+def _received_slice(*fields: Any) -> SequenceSlice:
+    sent = SequenceSlice(*fields)
+    return sent._replace(
+        token_ids=memoryview(fields[0]).cast("I"),
+        block_table=memoryview(fields[2]).cast("i"),
+        sample=None if sent.sample is None else _received(*sent.sample),
+        prompt_targets=memoryview(fields[5]).cast("I"),
+        draft_samples=[_received(*one) for one in sent.draft_samples],
+    )
 
 
 def _received_columns(*columns: Any) -> DecodeColumns:
@@ -225,21 +191,12 @@ def _params(values: list[Any]) -> SamplingParams:
     return SamplingParams(**given, logit_bias=tuple(map(tuple, bias)))
 
 
-def _received(
-    values: list[Any],
-    key: int,
-    forbidden_ids: list[int],
-    counts: list[bytes] | None,
-    fork_keys: list[int],
-    allowed: bytes | None,
-    num_candidates: int,
-) -> SampleSpec:
-    return SampleSpec(
-        _params(values),
-        key,
-        tuple(forbidden_ids),
-        None if counts is None else _SentCounts(*(np.frombuffer(one, np.int64) for one in counts)),
-        tuple(fork_keys),
-        None if allowed is None else np.frombuffer(allowed, np.int32),
-        num_candidates,
+def _received(values: Any, *fields: Any) -> SampleSpec:
+    sent = SampleSpec(_params(values), *fields)
+    counts, allowed = sent.counts, sent.allowed
+    return sent._replace(
+        forbidden_ids=tuple(sent.forbidden_ids),
+        counts=counts and Counts(*(np.frombuffer(one, np.int64) for one in counts)),
+        fork_keys=tuple(sent.fork_keys),
+        allowed=None if allowed is None else np.frombuffer(allowed, np.int32),
     )

@@ -8,7 +8,7 @@ Every rank gets every step message, in the same order. The ranks of the last sta
 tokens; the first of them sends the tokens to rank 0. Unlike a step of an engine of one stage, a
 step has completed when rank 0 has its result: then all stages have written its KV.
 
-    RESULT    MessagePack: StepResult
+    RESULT    MessagePack: CompletedStep
 """
 
 from __future__ import annotations
@@ -20,25 +20,18 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ...core.errors import EngineFailed
 from ...core.request.request import TokenLogprobs
 from ..execution.batch import SampledToken, SequenceSlice
+from ..execution.cpu_steps import CompletedStep
 from ..execution.runner_protocols import LaunchedStep, Runner
 from .parallel_runner import ParallelRunner, encode
 from .rank_channel import MessageKind, RankChannel
-from .rank_group import RankGroup, report_failure
+from .rank_group import RankGroup, reporting
 
 _LOOK_S = 0.1  # interval of checks for a lost rank while waiting for a result
 
 
-class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """The result of one step, as the last stage sends it."""
-
-    tokens: list[SampledToken | None]
-    prompt: dict[int, tuple[TokenLogprobs, ...]]
-
-
-_decoder = msgspec.msgpack.Decoder(StepResult)
+_decoder = msgspec.msgpack.Decoder(CompletedStep)
 
 
 class _PipelineStep:
@@ -50,10 +43,10 @@ class _PipelineStep:
     def __init__(self, followers: RankGroup) -> None:
         self._followers = followers
         self._has_result = threading.Event()
-        self._result: StepResult | None = None
+        self._result: CompletedStep | None = None
         self.mine: LaunchedStep | None = None  # kept alive: the device reads its buffers
 
-    def completed(self, result: StepResult) -> None:
+    def completed(self, result: CompletedStep) -> None:
         """Called on the watch thread."""
         self._result = result
         self._has_result.set()
@@ -66,21 +59,19 @@ class _PipelineStep:
         while not self._has_result.wait(_LOOK_S):
             self._followers.check()
         assert self._result is not None
-        return self._result.tokens
+        return self._result.results
 
     def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
         return {} if self._result is None else self._result.prompt
 
 
-class PipelineRunner:
-    """`mine`: rank 0's runner. One more step than there are stages may be in flight, and no step
+class PipelineRunner(ParallelRunner):
+    """As ParallelRunner. One more step than there are stages may be in flight, and no step
     may follow the tokens of another in flight: they come to the host first."""
 
-    runs_ahead = True
-
     def __init__(self, mine: Runner, followers: RankGroup) -> None:
-        self._mine = mine
-        self._followers = followers
+        super().__init__(mine, followers)
+        self.runs_ahead = True
         self._in_flight: deque[_PipelineStep] = deque()
         followers.on_result = self._take
 
@@ -88,28 +79,12 @@ class PipelineRunner:
         step = _PipelineStep(self._followers)
         self._in_flight.append(step)
         self._followers.send(MessageKind.STEP, encode(batch))
-        try:
+        with self._followers.explaining:
             step.mine = self._mine.launch(batch)
-        except EngineFailed as error:
-            raise self._followers.explain(error) from error
         return step
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """The other ranks copy before they run any message sent later."""
-        self._followers.copy_blocks(pairs)
-        self._mine.copy_blocks(pairs)
 
     def _take(self, payload: memoryview) -> None:
         self._in_flight.popleft().completed(_decoder.decode(payload))
-
-
-def join_ranks(mine: Runner, followers: RankGroup | None, num_stages: int) -> Runner:
-    """The runner of the whole engine; `mine`: rank 0's runner."""
-    if followers is None:
-        return mine
-    if num_stages > 1:
-        return PipelineRunner(mine, followers)
-    return ParallelRunner(mine, followers)
 
 
 class ResultSender:
@@ -125,12 +100,8 @@ class ResultSender:
         self._launched.put(step)
 
     def _run(self) -> None:
-        try:
+        with reporting(self._channel, "results of steps are not sent any more"):
             while True:
                 step = self._launched.get()
-                result = StepResult(step.collect(), dict(step.prompt_logprobs()))
+                result = CompletedStep(step.collect(), step.prompt_logprobs())
                 self._channel.send(MessageKind.RESULT, msgspec.msgpack.encode(result))
-        except OSError:
-            return  # rank 0 is gone
-        except Exception as error:  # on this thread: nothing else would report it
-            report_failure(self._channel, error, "results of steps are not sent any more")

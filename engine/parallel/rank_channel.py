@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 _HEADER = struct.Struct("<IIQ")
 _MAX_FDS = 4
+COUNTS = struct.Struct("<QQ")  # messages that a rank has handled, bytes that it has loaded
 _CUT_OFF = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
@@ -39,20 +40,15 @@ class MessageKind(enum.IntEnum):
     CLOSE_WINDOW = 9
     HOST_MEMORY = 10  # ranked_copies.py
     COPY_HOST = 11
-    READ_ADAPTER = 12  # ranked_adapters.py
-    LOAD_ADAPTER = 13
-    DROP_ADAPTER = 14
+    ADAPTER = 12  # ranked_adapters.py
     DRAFT = 15  # the same payload as STEP
     GENERATIONS = 16  # int64 ids [n], uint64 [n]; kv_transfer/ranks/mirrored_generations.py
-    KEEP_ADAPTER = 17
-    FORGET_ADAPTER = 18
     # the others to rank 0
     ANSWER = 20
     LINE = 21  # text for people
     FAILED = 22  # JSON: the error that ends the rank
-    LOADING = 23  # loading has made progress
     RESULT = 24  # of a step, see pipeline_runner.py
-    TAKEN = 25  # uint64: number of messages handled; by ranks of other hosts, a few times a second
+    TAKEN = 25  # COUNTS, a few times a second
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,29 +4,29 @@
     watch thread  ◄─ answers, lines, failures; end of a channel; no progress for too long
 
 A rank that fails, dies or hangs ends the engine: `on_lost` is called once, on the watch thread,
-because the engine thread may wait for a device that never completes. Ranks of other hosts send
-heartbeats: a silent one has stopped or cannot be reached. Knows no process, only a channel of each
-rank.
+because the engine thread may wait for a device that never completes. A rank sends how many messages
+it has handled, every BEAT_S: one whose count stands still while messages are pending is hung, and
+one of another host that is silent has stopped or cannot be reached. Knows no process, only a
+channel of each rank.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 import selectors
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from ...core import errors
 from ...core.errors import BatonError, EngineFailed, HostLost, StartupFailed
-from .rank_channel import MessageKind, RankChannel, RankMessage
+from .rank_channel import COUNTS, MessageKind, RankChannel, RankMessage
 
 log = logging.getLogger(__name__)
 
@@ -34,55 +34,11 @@ _LOOKS_PER_TIMEOUT = 4
 _LOOK_S = 0.1  # interval of checks for a lost rank while waiting for an answer
 _LAST_MESSAGE_S = 2.0  # how long a failed step waits for the loss that caused it
 
-# A rank of another host is lost after SILENT_S without a heartbeat, which it sends every BEAT_S.
-SILENT_S, BEAT_S = 1.2, 0.2
-
-_WORD_BYTES = 8
+BEAT_S = 0.2  # between two counts of a rank
+_SILENT_S = 1.2  # without a count from another host
 
 OnLost = Callable[[BatonError], None]
 OnResult = Callable[[memoryview], None]
-
-
-def _ignore(payload: memoryview) -> None:
-    """`on_result` of an engine of one stage, where no results are sent to rank 0."""
-
-
-class RankProgress:
-    """How many messages each rank has handled: shared memory that ranks write and rank 0 reads, one
-    uint64 for each rank from 1 on.
-
-    A rank whose count stands still while messages are pending is hung; this check needs no message
-    per step. `fd` may be passed to the other ranks.
-    """
-
-    def __init__(self, fd: int, num_ranks: int) -> None:
-        """Map `fd`, which this object takes over."""
-        self.fd = fd
-        self._memory = mmap.mmap(fd, num_ranks * _WORD_BYTES)
-        # An aligned 8-byte store is atomic.
-        self._counts = memoryview(self._memory).cast("Q")
-
-    @classmethod
-    def create(cls, num_ranks: int) -> RankProgress:
-        fd = os.memfd_create("baton-ranks", os.MFD_CLOEXEC)
-        os.ftruncate(fd, num_ranks * _WORD_BYTES)
-        return cls(fd, num_ranks)
-
-    def add(self, rank: int) -> None:
-        """Count a message handled by `rank`, the only writer of its count."""
-        self._counts[rank - 1] += 1
-
-    def set(self, rank: int, num_taken: int) -> None:
-        """Set the count that a rank of another host has sent."""
-        self._counts[rank - 1] = num_taken
-
-    def read(self, rank: int) -> int:
-        return self._counts[rank - 1]
-
-    def close(self) -> None:
-        self._counts.release()
-        self._memory.close()
-        os.close(self.fd)
 
 
 @dataclass(slots=True)
@@ -95,10 +51,10 @@ class _Order:
 
 @dataclass(slots=True)
 class _Looked:
-    """A rank's state at the last check: messages handled (`num_taken`), since when it has handled
-    none though some were pending (`since_s`), and when it last handled one (`moved_s`)."""
+    """What is known of a rank: its COUNTS, since when it has handled no message though some were
+    pending (`since_s`), and when its counts last changed (`moved_s`)."""
 
-    num_taken: int
+    counts: tuple[int, ...]
     since_s: float
     moved_s: float
 
@@ -124,14 +80,15 @@ class RankGroup:
         self._num_sent = self._num_orders = 0
         self._orders: dict[int, _Order] = {}
         self._error: BatonError | None = None
+        self.explaining = Explaining(self)
         self._is_over = threading.Event()  # lost, or closed
-        self.on_result: OnResult = _ignore  # called with a step's result, on the watch thread
+        # Called with a step's result, on the watch thread; an engine of one stage has none.
+        self.on_result: OnResult = lambda payload: None
         self._loaded = threading.Event()
         self._handles: list[bytes] = []  # of all ranks, once loaded
         self._starting: dict[int, float] = {}  # loading ranks, and when each last made progress
-        self._progress = RankProgress.create(len(channels))
         now_s = time.monotonic()
-        self._looked = {rank: _Looked(0, now_s, now_s) for rank in self._channels}
+        self._looked = {rank: _Looked((0, 0), now_s, now_s) for rank in self._channels}
         self._heard: dict[int, float] = {}  # last heartbeat of each serving rank of another host
         self._look_s = min(timeout_s, start_timeout_s) / _LOOKS_PER_TIMEOUT
         if any(channel.host for channel in channels):
@@ -141,11 +98,6 @@ class RankGroup:
             channel.set_timeout(timeout_s)
         self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._thread.start()
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks beside rank 0."""
-        return len(self._channels)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -158,30 +110,28 @@ class RankGroup:
         """Send to all ranks, which handle messages in order. Raises EngineFailed."""
         self._send_to_all(dict.fromkeys(self._channels, payload), kind, 0, ())
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See Runner; the ranks copy before they run any message sent later."""
-        self.send(MessageKind.COPY_BLOCKS, np.array(pairs, np.int64).T.tobytes())
-
     def order(
         self,
         kind: MessageKind,
-        payloads: Sequence[bytes],
+        payloads: bytes | Sequence[bytes],
         on_done: Callable[[list[bytes]], None],
         fds: Sequence[int] = (),
     ) -> int:
-        """As `send`, with a payload for each rank; `on_done` gets the answers, on the watch thread.
+        """As `send`, perhaps with a payload for each rank; returns the order's number.
 
-        Returns the order's number. Once a rank is lost, `on_done` is not called.
+        `on_done` gets the answers, on the watch thread; once a rank is lost it is not called.
         """
         with self._sending:
             self._num_orders += 1
             number = self._num_orders
             self._orders[number] = _Order(on_done)
+        if isinstance(payloads, bytes):
+            payloads = [payloads] * len(self._channels)
         self._send_to_all(dict(zip(self._channels, payloads, strict=True)), kind, number, fds)
         return number
 
     def order_and_wait(
-        self, kind: MessageKind, payloads: Sequence[bytes], fds: Sequence[int] = ()
+        self, kind: MessageKind, payloads: bytes | Sequence[bytes], fds: Sequence[int] = ()
     ) -> tuple[int, list[bytes]]:
         """As `order`, but wait for the answers; on any thread but the watch thread.
 
@@ -208,7 +158,7 @@ class RankGroup:
             self._loaded.set()
 
         self._starting = dict.fromkeys(self._channels, time.monotonic())
-        self.order(MessageKind.CONFIGURE, payloads, loaded, [self._progress.fd])
+        self.order(MessageKind.CONFIGURE, payloads, loaded)
 
     def meet(self, handle: bytes) -> list[bytes]:
         """Wait until all ranks have loaded, then let them connect: `torch_communicator.Meet`.
@@ -292,10 +242,14 @@ class RankGroup:
         elif message.kind is MessageKind.LINE:
             self._on_line(f"{self._name(rank)}: {bytes(message.payload).decode()}")
         elif message.kind is MessageKind.TAKEN:
-            num_taken = int.from_bytes(message.payload, "little")
-            self._progress.set(rank, num_taken)
-            if num_taken:  # it serves: no long call holds its GIL any more
-                self._heard[rank] = time.monotonic()
+            looked, now_s = self._looked[rank], time.monotonic()
+            counts = COUNTS.unpack(message.payload)
+            if counts != looked.counts:
+                looked.counts, looked.since_s, looked.moved_s = counts, now_s, now_s
+                if rank in self._starting:
+                    self._starting[rank] = now_s
+            if counts[0] and self._channels[rank].host:
+                self._heard[rank] = now_s  # it serves: no long call holds its GIL any more
         elif message.kind is MessageKind.FAILED:
             self._lose(_read_failure(self._name(rank), message))
 
@@ -328,11 +282,7 @@ class RankGroup:
         standing: list[tuple[int, float, int]] = []  # stage, since when, rank
         num_sent, starting = self._num_sent, self._starting
         for rank, looked in self._looked.items():
-            stage = rank // self._stage_size
-            found = self._progress.read(rank)
-            if found != looked.num_taken:
-                looked.num_taken, looked.moved_s = found, now_s
-                looked.since_s = now_s
+            stage, found = rank // self._stage_size, looked.counts[0]
             if found == 0 and now_s - starting.get(rank, now_s) > self._start_timeout_s:
                 self._lose(_start_failure(rank, self._start_timeout_s))
             elif found in (0, num_sent):  # starting, or nothing is pending
@@ -342,8 +292,8 @@ class RankGroup:
             if now_s - since_s > self._timeout_s / 2:
                 standing.append((stage, since_s, rank))
         for rank, heard_s in self._heard.items():
-            if now_s - heard_s > SILENT_S:
-                self._lose(HostLost(f"{self._name(rank)} has sent nothing for {SILENT_S} s"))
+            if now_s - heard_s > _SILENT_S:
+                self._lose(HostLost(f"{self._name(rank)} has sent nothing for {_SILENT_S} s"))
         if any(now_s - since_s > self._timeout_s for _, since_s, _ in standing):
             _, since_s, rank = min(standing)
             self._lose(EngineFailed(f"rank {rank} has not answered for {now_s - since_s:.1f} s"))
@@ -362,9 +312,21 @@ class RankGroup:
         self._thread.join()
         for channel in self._channels.values():
             channel.close()
-        self._progress.close()
         os.close(self._wake)
         os.close(self._woken)
+
+
+class Explaining:
+    """Raises an EngineFailed of this rank's step as `RankGroup.explain` says."""
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, EngineFailed):
+            raise self._ranks.explain(error) from error
 
 
 def report_failure(channel: RankChannel, error: Exception, what: str) -> None:
@@ -376,6 +338,17 @@ def report_failure(channel: RankChannel, error: Exception, what: str) -> None:
     hint = error.hint if isinstance(error, StartupFailed) else ""
     fields = {"code": error.code, "message": error.message, "hint": hint}
     channel.send(MessageKind.FAILED, json.dumps(fields).encode())
+
+
+@contextmanager
+def reporting(channel: RankChannel, what: str) -> Iterator[None]:
+    """Send an error of this thread to rank 0, as `report_failure`; it is not raised."""
+    try:
+        yield
+    except OSError:
+        return  # rank 0 is gone
+    except Exception as error:  # nothing else would report it
+        report_failure(channel, error, what)
 
 
 def _start_failure(rank: int, timeout_s: float) -> StartupFailed:

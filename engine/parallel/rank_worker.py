@@ -18,7 +18,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -32,12 +31,11 @@ from ..execution.runner import ModelRunner
 from ..execution.runner_protocols import LaunchedStep
 from ..hosts.joining import HostSettings
 from ..hosts.tcp_stages import StageLink
-from ..model.weights.filling import OnProgress
 from .loopback import connect_store, make_store
 from .parallel_runner import decode
 from .pipeline_runner import ResultSender
-from .rank_channel import MessageKind, RankChannel, RankMessage
-from .rank_group import BEAT_S, RankProgress, report_failure
+from .rank_channel import COUNTS, MessageKind, RankChannel, RankMessage
+from .rank_group import BEAT_S, report_failure
 from .ranked_adapters import AdapterOrders
 from .ranked_copies import HostOrders
 from .torch_communicator import make_communicator
@@ -48,7 +46,6 @@ Handlers = Mapping[MessageKind, Callable[[RankMessage], None]]
 BuildHandlers = Callable[[ModelRunner, RankChannel, HostSettings | None], Handlers]
 
 _NUM_START_MESSAGES = 2  # configure, connect
-_PROGRESS_S = 0.5  # between two LOADING messages
 
 
 def main(build_handlers: BuildHandlers = lambda runner, channel, here: {}) -> int:
@@ -91,11 +88,9 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers, here: HostSetti
     assert first.kind is MessageKind.CONFIGURE
     settings = json.loads(bytes(first.payload))
     config, rank = flags.from_json(EngineConfig, settings["engine"]), settings["rank"]
-    progress: RankProgress | Beats
-    if here is None:
-        progress = RankProgress(first.fds[0], config.num_ranks - 1)
-    else:
-        config, progress = here.of_this_host(config), Beats(channel)
+    beats = Beats(channel)
+    if here is not None:
+        config = here.of_this_host(config)
         devices = devices_of_ranks(config)
         config = dataclasses.replace(config, device=devices[rank % len(devices)])
     if here is None and "here" in settings:
@@ -115,7 +110,7 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers, here: HostSetti
         return msgspec.msgpack.decode(message.payload, type=list[bytes])
 
     communicator = make_communicator(config, rank, store, meet, link)
-    runner = ModelRunner(config, _progress_to(channel), communicator)
+    runner = ModelRunner(config, beats.loaded, communicator)
     for note in runner.startup_notes:
         channel.send(MessageKind.LINE, note.encode())
     handlers = {**build_handlers(runner, channel, here)}
@@ -123,21 +118,14 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers, here: HostSetti
         host = HostOrders(runner.host_copier, channel)
         handlers |= {MessageKind.HOST_MEMORY: host.pin, MessageKind.COPY_HOST: host.copy}
     if runner.adapters is not None:
-        orders = AdapterOrders(runner.adapters, channel)
-        handlers |= {
-            MessageKind.READ_ADAPTER: orders.read,
-            MessageKind.KEEP_ADAPTER: orders.keep,
-            MessageKind.FORGET_ADAPTER: orders.forget,
-            MessageKind.LOAD_ADAPTER: orders.load,
-            MessageKind.DROP_ADAPTER: orders.drop,
-        }
+        handlers[MessageKind.ADAPTER] = AdapterOrders(runner.adapters, channel).run
     # The ranks of the last stage sample the same tokens: the first of them sends the results.
     num_before = (config.pipeline_parallel_size - 1) * config.tensor_parallel_size
     results = ResultSender(channel) if rank == num_before else None
     try:
-        _serve(channel, runner, handlers, lambda: progress.add(rank), results)
+        _serve(channel, runner, handlers, beats, results)
     finally:
-        progress.close()
+        beats.close()
 
 
 def _store_on(here: HostSettings) -> c10d.Store:
@@ -148,50 +136,39 @@ def _store_on(here: HostSettings) -> c10d.Store:
 
 
 class Beats:
-    """The `RankProgress` of a rank of another host: sends its count to rank 0 every BEAT_S."""
+    """Sends rank 0 the rank's COUNTS every BEAT_S."""
 
     def __init__(self, channel: RankChannel) -> None:
         self._channel = channel
-        self._num_taken = 0
+        self.num_taken = self._num_bytes = 0
         self._is_over = threading.Event()
         threading.Thread(target=self._run, name="beats", daemon=True).start()
 
-    def add(self, rank: int) -> None:
-        """Count a handled message."""
-        self._num_taken += 1
+    def loaded(self, num_bytes: int, total_bytes: int) -> None:
+        self._num_bytes = num_bytes
+
+    def send(self) -> None:
+        self._channel.send(MessageKind.TAKEN, COUNTS.pack(self.num_taken, self._num_bytes))
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # rank 0 is gone
             while not self._is_over.wait(BEAT_S):
-                self._channel.send(MessageKind.TAKEN, self._num_taken.to_bytes(8, "little"))
+                self.send()
 
     def close(self) -> None:
         self._is_over.set()
-
-
-def _progress_to(channel: RankChannel) -> OnProgress:
-    """A callback that reports loading progress to rank 0, at most every _PROGRESS_S."""
-    last_s = time.monotonic()
-
-    def on_progress(num_bytes: int, total_bytes: int) -> None:
-        nonlocal last_s
-        if time.monotonic() - last_s > _PROGRESS_S:
-            last_s = time.monotonic()
-            channel.send(MessageKind.LOADING)
-
-    return on_progress
 
 
 def _serve(
     channel: RankChannel,
     runner: ModelRunner,
     handlers: Handlers,
-    taken: Callable[[], None],
+    beats: Beats,
     results: ResultSender | None = None,
 ) -> None:
-    """Handle messages in order until the channel ends; `taken` is called after each."""
-    for _ in range(_NUM_START_MESSAGES):
-        taken()
+    """Handle messages in order until the channel ends; `beats` counts them."""
+    beats.num_taken = _NUM_START_MESSAGES
+    beats.send()  # at once: until rank 0 has it, a rank that hangs seems to be starting
     previous: LaunchedStep | None = None
     while (message := channel.receive()) is not None:
         match message.kind:
@@ -211,7 +188,7 @@ def _serve(
                 handlers[kind](message)
         for fd in message.fds:
             os.close(fd)
-        taken()
+        beats.num_taken += 1
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """The LoRA adapters of all ranks of an engine: each rank has its part in its own memory.
 
-    READ_ADAPTER     JSON: path, digest     answered once the files are read: JSON, digest or error
-    KEEP_ADAPTER     JSON: order            keep in host memory the adapter read by that order
-    FORGET_ADAPTER   JSON: order            or discard it
-    LOAD_ADAPTER     JSON: slot, digest     after the steps that were sent before
-    DROP_ADAPTER     JSON: digest
+    ADAPTER, JSON      "do"      and
+                       read      path, digest    answered once the files are read: digest or error
+                       keep      order           keep in host memory the adapter that it read
+                       forget    order           or discard it
+                       load      slot, digest    after the steps that were sent before
+                       drop      digest
 
 If one rank refuses an adapter, no rank keeps it. Changes of host memory are sent by rank 0's engine
 thread, so that all ranks have the same adapters whenever a slot is loaded.
@@ -16,6 +17,7 @@ import dataclasses
 import json
 import logging
 import threading
+from functools import partial
 
 from ...core.errors import AdapterRefused, BatonError
 from ..lora.adapter_files import HostAdapter
@@ -35,9 +37,8 @@ class RankedAdapters:
     def read(self, path: str, digest: str = "") -> HostAdapter:
         """Read it on all ranks; on any thread but the watch thread. Raises AdapterRefused."""
         found = self._mine.read(path, digest)
-        payload = json.dumps({"path": path, "digest": found.digest}).encode()
-        payloads = [payload] * self._followers.num_ranks
-        order, answers = self._followers.order_and_wait(MessageKind.READ_ADAPTER, payloads)
+        payload = json.dumps({"do": "read", "path": path, "digest": found.digest}).encode()
+        order, answers = self._followers.order_and_wait(MessageKind.ADAPTER, payload)
         found = dataclasses.replace(found, order=order)
         for rank, answer in enumerate(map(json.loads, answers), start=1):
             if "error" in answer:
@@ -46,65 +47,55 @@ class RankedAdapters:
         return found
 
     def keep(self, adapter: HostAdapter) -> None:
-        self._send(MessageKind.KEEP_ADAPTER, order=adapter.order)
+        self._send("keep", order=adapter.order)
         self._mine.keep(adapter)
 
     def forget(self, adapter: HostAdapter) -> None:
-        self._send(MessageKind.FORGET_ADAPTER, order=adapter.order)
+        self._send("forget", order=adapter.order)
 
     def drop(self, digest: str) -> None:
-        self._send(MessageKind.DROP_ADAPTER, digest=digest)
+        self._send("drop", digest=digest)
         self._mine.drop(digest)
 
     def load(self, slot: int, digest: str) -> None:
-        self._send(MessageKind.LOAD_ADAPTER, digest=digest, slot=slot)
+        self._send("load", digest=digest, slot=slot)
         self._mine.load(slot, digest)
 
-    def _send(self, kind: MessageKind, **fields: object) -> None:
-        self._followers.send(kind, json.dumps(fields).encode())
-
-
-def adapters_of(
-    mine: RankAdapters | None, followers: RankGroup | None
-) -> RankAdapters | RankedAdapters | None:
-    """The adapters of all ranks; `mine`: rank 0's, None if no adapters are served."""
-    return mine if mine is None or followers is None else RankedAdapters(mine, followers)
+    def _send(self, do: str, **fields: object) -> None:
+        self._followers.send(MessageKind.ADAPTER, json.dumps({"do": do, **fields}).encode())
 
 
 class AdapterOrders:
     """Runs rank 0's adapter orders on another rank. Files are read on a thread of their own, beside
-    the steps; a read adapter is kept apart until rank 0 sends KEEP_ADAPTER or FORGET_ADAPTER."""
+    the steps; a read adapter is kept apart until rank 0 lets it be kept or forgotten."""
 
     def __init__(self, adapters: RankAdapters, channel: RankChannel) -> None:
         self._adapters, self._channel = adapters, channel
         self._read: dict[int, HostAdapter] = {}  # by order
 
-    def read(self, message: RankMessage) -> None:
-        fields, order = json.loads(bytes(message.payload)), message.order
+    def run(self, message: RankMessage) -> None:
+        match json.loads(bytes(message.payload)):
+            case {"do": "read", "path": path, "digest": digest}:
+                run = partial(self._answer_read, message.order, path, digest)
+                threading.Thread(target=run, name="read-adapter", daemon=True).start()
+            case {"do": "keep", "order": order}:
+                self._adapters.keep(self._read.pop(order))
+            case {"do": "forget", "order": order}:
+                self._read.pop(order, None)  # absent if this rank refused it
+            case {"do": "load", "slot": slot, "digest": digest}:
+                self._adapters.load(slot, digest)
+            case {"do": "drop", "digest": digest}:
+                self._adapters.drop(digest)
+            case other:
+                raise ValueError(f"an order for adapters that is none: {other}")
 
-        def run() -> None:
-            answer: dict[str, str] = {"digest": fields["digest"]}
-            try:
-                self._read[order] = self._adapters.read(fields["path"], fields["digest"])
-            except BatonError as error:
-                answer = {"error": error.message}
-            except Exception as error:  # on this thread: rank 0 would wait for ever
-                log.exception("the adapter at %s cannot be read", fields["path"])
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            self._channel.answer(order, json.dumps(answer).encode())
-
-        threading.Thread(target=run, name="read-adapter", daemon=True).start()
-
-    def keep(self, message: RankMessage) -> None:
-        self._adapters.keep(self._read.pop(json.loads(bytes(message.payload))["order"]))
-
-    def forget(self, message: RankMessage) -> None:
-        """Discard a read adapter; if this rank refused it, there is nothing to discard."""
-        self._read.pop(json.loads(bytes(message.payload))["order"], None)
-
-    def load(self, message: RankMessage) -> None:
-        fields = json.loads(bytes(message.payload))
-        self._adapters.load(fields["slot"], fields["digest"])
-
-    def drop(self, message: RankMessage) -> None:
-        self._adapters.drop(json.loads(bytes(message.payload))["digest"])
+    def _answer_read(self, order: int, path: str, digest: str) -> None:
+        answer = {"digest": digest}
+        try:
+            self._read[order] = self._adapters.read(path, digest)
+        except BatonError as error:
+            answer = {"error": error.message}
+        except Exception as error:  # on this thread: rank 0 would wait for ever
+            log.exception("the adapter at %s cannot be read", path)
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        self._channel.answer(order, json.dumps(answer).encode())

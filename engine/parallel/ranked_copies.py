@@ -18,21 +18,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..execution.runner import ModelRunner
 from ..kv.host_copies import CpuCopier, CudaCopier, Direction, HostCopier, HostCopy
 from .rank_channel import MessageKind, RankChannel, RankMessage
-from .rank_group import RankGroup, report_failure
+from .rank_group import RankGroup, reporting
 
 _NUM_BLOCKS = struct.Struct("<Q")
 _SECONDS = struct.Struct("<d")
 _LOOK_S = 0.0002  # interval of checks for ended copies
-
-
-def host_copier_of(runner: ModelRunner, followers: RankGroup | None) -> HostCopier | None:
-    """The copier of all ranks, where `runner` is rank 0's; None without host memory."""
-    if runner.host_copier is None or followers is None:
-        return runner.host_copier
-    return RankedCopier(runner.host_copier, followers, runner.engine_block_bytes)
 
 
 class RankedCopier:
@@ -46,9 +38,7 @@ class RankedCopier:
         self._theirs = 0  # written by the watch thread, once
 
     def begin(self) -> None:
-        """See HostCopier; on all ranks."""
-        payloads = [b""] * self._followers.num_ranks
-        self._followers.order(MessageKind.HOST_MEMORY, payloads, self._is_pinned)
+        self._followers.order(MessageKind.HOST_MEMORY, b"", self._is_pinned)
         self._mine.begin()
 
     def _is_pinned(self, answers: list[bytes]) -> None:
@@ -63,8 +53,7 @@ class RankedCopier:
     ) -> _RankedCopy:
         copy = _RankedCopy()
         payload = np.array([direction, *block_ids, *host_blocks], np.int64).tobytes()
-        payloads = [payload] * self._followers.num_ranks
-        self._followers.order(MessageKind.COPY_HOST, payloads, copy.answered)
+        self._followers.order(MessageKind.COPY_HOST, payload, copy.answered)
         copy.mine = self._mine.start(direction, block_ids, host_blocks)
         return copy
 
@@ -112,12 +101,8 @@ class HostOrders:
         self._started.put((message.order, copy))
 
     def _watch(self) -> None:
-        try:
+        with reporting(self._channel, "copies to host memory are not watched any more"):
             self._answer_ends()
-        except OSError:
-            return  # rank 0 is gone
-        except Exception as error:  # on this thread: nothing else would report it
-            report_failure(self._channel, error, "copies to host memory are not watched any more")
 
     def _answer_ends(self) -> None:
         started: list[tuple[int, HostCopy]] = []

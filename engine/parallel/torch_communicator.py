@@ -12,6 +12,7 @@ of one pipeline stage; torch_stages.py connects the stages. Knows no model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,10 +23,10 @@ from torch._C import _distributed_c10d as c10d
 from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
 from ...kernels.layers.ops import Ops
-from ...kernels.products.weights import Activations, Fp8Weight, Weight
+from ...kernels.products.weights import Activations, Fp8Weight, Sent, Summand, Weight
 from ..hosts.tcp_stages import StageLink, TcpStages
 from ..kv.cuda_memory import export_handle
-from ..model.communicator import Communicator, Sent, Summand
+from ..model.communicator import Communicator, RankOps
 from ..model.stages import Stages
 from .loopback import connect_gloo
 from .torch_stages import GlooStages, NcclStages, set_up_nccl
@@ -66,9 +67,11 @@ def make_communicator(
     if not is_on_gpu:
         timeouts_s = (to_connect_s, 2 * config.rank_timeout_s)
         if link is None and num_stages > 1:
-            stages = GlooStages(of_column, stage, num_stages, timeouts_s)
+            join = partial(connect_gloo, of_column, stage, num_stages, timeouts_s, "stages")
+            stages = GlooStages(stage, num_stages, join)
         if size > 1:
-            communicator = GlooCommunicator(of_stage, rank, size, timeouts_s, meet_stage)
+            join = partial(connect_gloo, of_stage, rank, size, timeouts_s, "ranks")
+            communicator = GlooCommunicator(rank, size, join, meet_stage)
     else:
         device = torch.device("cuda", torch.device(config.device).index or 0)
         if link is None and num_stages > 1:
@@ -118,24 +121,15 @@ class GlooCommunicator(Communicator):
     """Ranks on CPUs. Every sum adds the ranks in order, whatever the shape: a row's sum does not
     depend on the rows around it."""
 
-    def __init__(
-        self,
-        store: c10d.Store,
-        rank: int,
-        size: int,
-        timeouts_s: tuple[float, float],
-        meet: Meet,
-    ) -> None:
-        """`timeouts_s`: of connecting, and of an operation."""
+    def __init__(self, rank: int, size: int, join: Callable[[], Any], meet: Meet) -> None:
+        """`join` makes the group of this rank."""
         self.rank, self.size = rank, size
-        self._store = store
-        self._timeouts_s = timeouts_s
-        self._meet = meet
+        self._join, self._meet = join, meet
         self._group: Any = None
 
     def connect(self) -> None:
         self._meet(b"")
-        self._group = connect_gloo(self._store, self.rank, self.size, self._timeouts_s, "ranks")
+        self._group = self._join()
         self.stages.connect()
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -177,7 +171,7 @@ class NcclCommunicator(Communicator):
         self._device = device
         self._meet = meet
         self._group: Any = None
-        self._peers: PeerReduce | None = None
+        self.peers: PeerReduce | None = None
 
     def connect(self) -> None:
         from .peer_reduce import allocate_exchange, connect_peers
@@ -192,42 +186,16 @@ class NcclCommunicator(Communicator):
             self.least(0)  # connects now, before any capture
         except RuntimeError as error:
             raise StartupFailed(f"NCCL does not connect the GPUs: {error}") from error
-        self._peers = connect_peers(own, handles, self.rank, self._device)
+        self.peers = connect_peers(own, handles, self.rank, self._device)
         self.stages.connect()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self._peers is not None and self._peers.can_reduce(x):
-            return self._peers.all_reduce(x)
+        if self.peers is not None and self.peers.can_reduce(x):
+            return self.peers.all_reduce(x)
         return self.sum_by_nccl(x)
 
-    def linear(self, ops: Ops, x: Activations, weight: Weight, bias: Tensor | None) -> Summand:
-        peers = self._peers
-        # No kernel sends a product with an FP8 weight.
-        if (
-            peers is not None
-            and isinstance(x, Tensor)
-            and isinstance(weight, Tensor)
-            and peers.send_product(x, weight, bias)
-        ):
-            return Sent()
-        return ops.linear(x, weight, bias)
-
-    def add_rms_norm(
-        self,
-        ops: Ops,
-        x: Summand,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        reader: Fp8Weight | None = None,
-    ) -> Activations:
-        if isinstance(x, Sent):
-            assert self._peers is not None
-            return self._peers.add_rms_norm(None, residual, weight, eps)
-        assert isinstance(x, Tensor)
-        if self._peers is not None and self._peers.can_reduce_rows(x):
-            return self._peers.add_rms_norm(x, residual, weight, eps)
-        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, reader)
+    def rank_ops(self, ops: Ops) -> RankOps:
+        return _PeerOps(ops, self)
 
     def sum_by_nccl(self, x: Tensor) -> Tensor:
         """`all_reduce` of any size, in place."""
@@ -256,8 +224,44 @@ class NcclCommunicator(Communicator):
 
     def close(self) -> None:
         self.stages.close()
-        if self._peers is not None:
-            self._peers.close()
+        if self.peers is not None:
+            self.peers.close()
         if self._group is not None:
             self._group.abort()
-        self._group = self._peers = None
+        self._group = self.peers = None
+
+
+class _PeerOps(RankOps):
+    """RankOps that send products to peers' memory, and add up small summands there."""
+
+    def __init__(self, ops: Ops, communicator: NcclCommunicator) -> None:
+        super().__init__(ops, communicator)
+        self._ranks = communicator
+
+    def summand(self, x: Activations, weight: Weight, bias: Tensor | None) -> Summand:
+        peers = self._ranks.peers
+        # No kernel sends a product with an FP8 weight.
+        if (
+            peers is not None
+            and isinstance(x, Tensor)
+            and isinstance(weight, Tensor)
+            and peers.send_product(x, weight, bias)
+        ):
+            return Sent()
+        return self.linear(x, weight, bias)
+
+    def add_rms_norm(
+        self,
+        x: Summand,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        reader: Fp8Weight | None = None,
+    ) -> Activations:
+        peers = self._ranks.peers
+        if isinstance(x, Sent):
+            assert peers is not None
+            return peers.add_rms_norm(None, residual, weight, eps)
+        if peers is not None and isinstance(x, Tensor) and peers.can_reduce_rows(x):
+            return peers.add_rms_norm(x, residual, weight, eps)
+        return super().add_rms_norm(x, residual, weight, eps, reader)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from torch._C import _distributed_c10d as c10d
 
 from ...core.errors import StartupFailed
 from ..model.stages import Stages
-from .loopback import connect_gloo
 
 _MAX_TAG = 1 << 20
 
@@ -41,20 +41,15 @@ def set_up_nccl(device: torch.device) -> None:
 class GlooStages(Stages):
     """Stages on CPUs. A send returns at once; the tensor is kept until it has been sent."""
 
-    def __init__(
-        self, store: c10d.Store, stage: int, num_stages: int, timeouts_s: tuple[float, float]
-    ) -> None:
-        """`timeouts_s`: of connecting, and of an operation."""
-        self.stage, self.num_stages = stage, num_stages
-        self._store = store
-        self._timeouts_s = timeouts_s
+    def __init__(self, stage: int, num_stages: int, join: Callable[[], Any]) -> None:
+        """`join` makes the group of this stage."""
+        self.stage, self.num_stages, self._join = stage, num_stages, join
         self._group: Any = None
         self._num_received = self._num_sent = 0
         self._sending: deque[tuple[Any, Tensor]] = deque()
 
     def connect(self) -> None:
-        column = (self.stage, self.num_stages)
-        self._group = connect_gloo(self._store, *column, self._timeouts_s, "stages")
+        self._group = self._join()
 
     def receive(self, x: Tensor) -> None:
         self._group.recv([x], self.stage - 1, self._num_received % _MAX_TAG).wait()

@@ -58,8 +58,7 @@ class BlockTables:
         self._block_size = block_size
         self._steps: list[StepFence] = []
         self.num_queried_tokens = 0  # of all sequences that were allocated blocks
-        self.num_hit_tokens = 0  # of them, those in cached or loaded blocks
-        self.num_host_hit_tokens = 0  # of these, those in loaded blocks
+        self.num_hit_tokens = 0  # of them, those in cached blocks
 
     def match(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Cached blocks that hold a prefix of the sequence's first `num_tokens` tokens.
@@ -116,18 +115,6 @@ class BlockTables:
             self._pool.release(shared)
             return False
         return True
-
-    def loaded(self, sequence: Sequence, num_blocks: int) -> None:
-        """`num_blocks` blocks behind the cached ones have been copied from host memory."""
-        assert self.host is not None
-        self.lacks_drafts(sequence, self.host.first_undrafted(sequence, num_blocks))
-        num_tokens = num_blocks * self._block_size
-        sequence.num_cached_tokens += num_tokens
-        sequence.num_computed_tokens += num_tokens
-        sequence.num_launched_tokens += num_tokens
-        self.num_hit_tokens += num_tokens
-        self.num_host_hit_tokens += num_tokens
-        self.store(sequence)
 
     def grow(self, sequence: Sequence) -> bool:
         """Make its blocks cover all its slots; False if the pool has too few left."""

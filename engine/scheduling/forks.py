@@ -7,6 +7,7 @@ child    [ b0 | b1 | b7 # ]     the partial one: a copy, since both write to the
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
+from dataclasses import dataclass
 
 from ...core.request.request import Request
 from ..kv.block_pool import BlockPool
@@ -28,22 +29,15 @@ def child_of(parent: Sequence, request: Request, token_id: int) -> Sequence:
     return child
 
 
+@dataclass(frozen=True, slots=True)
 class Forks:
     """The forks of one scheduler."""
 
-    def __init__(
-        self,
-        limits: EngineLimits,
-        pool: BlockPool,
-        tables: BlockTables,
-        queues: Queues,
-        preemption: Preemption,
-    ) -> None:
-        self._limits = limits
-        self._pool = pool
-        self._tables = tables
-        self._queues = queues
-        self._preemption = preemption
+    _limits: EngineLimits
+    _pool: BlockPool
+    _tables: BlockTables
+    _queues: Queues
+    _preemption: Preemption
 
     def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]]:
         """Let the child, a new sequence, decode after the parent's known tokens, all computed.

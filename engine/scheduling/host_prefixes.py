@@ -21,6 +21,7 @@ class HostPrefixes:
     def __init__(self, tier: HostTier, block_size: int) -> None:
         self._tier = tier
         self._block_size = block_size
+        self.num_hit_tokens = 0  # in loaded blocks
         self._undrafted: dict[BlockHash, None] = {}  # copied without the draft model's KV
 
     def match(self, sequence: Sequence, num_tokens: int, num_matched: int) -> HostMatch | None:
@@ -80,9 +81,13 @@ class HostPrefixes:
             del self._undrafted[next(iter(self._undrafted))]
         return hashes, sequence.block_ids[:n]
 
-    def first_undrafted(self, sequence: Sequence, num_blocks: int) -> int | None:
-        """The first of `num_blocks` loaded blocks behind its cached ones that lacks the draft
-        model's KV."""
-        first = sequence.num_stored_blocks
+    def loaded(self, sequence: Sequence, num_blocks: int) -> int | None:
+        """`num_blocks` blocks behind its cached ones have been copied from host memory; returns the
+        first of them that lacks the draft model's KV."""
+        num_tokens, first = num_blocks * self._block_size, sequence.num_stored_blocks
+        sequence.num_cached_tokens += num_tokens
+        sequence.num_computed_tokens += num_tokens
+        sequence.num_launched_tokens += num_tokens
+        self.num_hit_tokens += num_tokens
         hashes = sequence.block_hashes(first + num_blocks, self._block_size)[first:]
         return next((n for n, each in enumerate(hashes, first) if each in self._undrafted), None)

@@ -116,7 +116,7 @@ class SpeculationCounts:
     accepted: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Totals:
     """Counters since the engine was created; none of them ever falls.
 
@@ -130,9 +130,9 @@ class Totals:
     without experts.
     """
 
-    num_preemptions: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
+    num_preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
     num_prompts: int = 0
     num_prompt_tokens: int = 0
     num_decode_tokens: int = 0

@@ -3,22 +3,36 @@ the other stages meanwhile, and none should wait for a larger one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from ...core.step_cost import StepShape
 from ..kv.limits import EngineLimits
 from .costs.step_cost_estimator import StepCostEstimator
 from .queues import Queues
-from .schedule import Schedule
+from .schedule import Schedule, step_shape
 from .sequence import Sequence
 
 
+def decodes_of_step(running: Iterable[Sequence], num_stages: int) -> StepShape:
+    """The shape of a step of all decodes alone; in a pipeline, of one step's share of them."""
+    shape = step_shape([s for s in running if not s.is_prefilling])
+    return share_of(shape.num_decodes, shape.keys, num_stages)
+
+
+def share_of(num_decodes: int, keys: int, num_stages: int) -> StepShape:
+    """The share of these decodes that one step has."""
+    return StepShape(num_decodes=-(-num_decodes // num_stages), keys=keys // num_stages)
+
+
+@dataclass(slots=True)
 class PipelineShare:
     """The shares of one scheduler, whose engine has several stages."""
 
-    def __init__(self, limits: EngineLimits, queues: Queues, step_costs: StepCostEstimator) -> None:
-        self._limits = limits
-        self._queues = queues
-        self._step_costs = step_costs
-        self._last_tokens = 0  # of prompts, in the last step
+    _limits: EngineLimits
+    _queues: Queues
+    _step_costs: StepCostEstimator
+    _last_tokens: int = 0  # of prompts, in the last step
 
     @property
     def num_decodes(self) -> int:
@@ -32,7 +46,7 @@ class PipelineShare:
         that makes that shortest."""
         queues, limits = self._queues, self._limits
         num_tokens = sum(s.num_unlaunched_tokens for s in queues.running if s.is_prefilling)
-        num_tokens += sum(queues.waiting.waiting_tokens().values())
+        num_tokens += queues.waiting.total_tokens
         cost = self._step_costs.estimate()
         known = 0 if cost is None else 2 * cost.max_rows  # beyond that the estimate is a guess
         sizes = [limits.max_num_batched_tokens >> halvings for halvings in range(4)]

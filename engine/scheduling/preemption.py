@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...core.errors import PromptTooLarge
 from ..kv.limits import EngineLimits
 from .admission import distinct_blocks
@@ -11,15 +13,15 @@ from .schedule import Schedule
 from .sequence import Sequence, SequenceGroup, SequenceState
 
 
+@dataclass(slots=True)
 class Preemption:
     """The preemptions of one scheduler. `num_swaps`: those whose KV was copied to host memory."""
 
-    def __init__(self, limits: EngineLimits, tables: BlockTables, queues: Queues) -> None:
-        self.num_preemptions = 0
-        self.num_swaps = 0
-        self._limits = limits
-        self._tables = tables
-        self._queues = queues
+    _limits: EngineLimits
+    _tables: BlockTables
+    _queues: Queues
+    num_preemptions: int = 0
+    num_swaps: int = 0
 
     def make_room(self, sequence: Sequence, schedule: Schedule) -> bool:
         """Allocate slots for all its tokens, preempting others if needed; False: not this step."""
@@ -72,12 +74,24 @@ class Preemption:
         self.wait_again(sequence)
         self.num_preemptions += 1
 
-    def turn_back(self, sequence: Sequence) -> None:
-        """It was admitted, but its blocks could not be loaded: it is next in line for others."""
-        if sequence.group is not None:
-            self._queues.groups.remove(sequence.group)
-        self._tables.free(sequence)
-        self.wait_again(sequence)
+    def finish_loads(self) -> None:
+        """Run the sequences whose copies from host memory have ended. Blocks that could not be
+        copied are computed by one of the sequences that share them; the others wait again, next in
+        line, for other blocks."""
+        host, loads = self._tables.host, self._queues.loading.items()
+        assert host is not None
+        ended = [(s, load, n) for s, load in loads if (n := load.num_good) is not None]
+        for sequence, load, num_blocks in ended:
+            del self._queues.loading[sequence]
+            if num_blocks >= load.num_shared:
+                self._tables.lacks_drafts(sequence, host.loaded(sequence, num_blocks))
+                self._tables.store(sequence)
+                self._queues.run(sequence)
+                continue
+            if sequence.group is not None:
+                self._queues.groups.remove(sequence.group)
+            self._tables.free(sequence)
+            self.wait_again(sequence)
 
     def _take_blocks(self, sequence: Sequence) -> None:
         self._queues.running.remove(sequence)

@@ -14,12 +14,9 @@ from collections.abc import Collection, Iterator, MutableSequence
 from itertools import chain
 
 from ...core.fair_queue import FairQueue
-from ...core.step_cost import StepShape
 from ..kv.block_pool import BlockPool
 from ..kv.host_tier import Load
 from ..kv.limits import EngineLimits
-from .admission import distinct_blocks
-from .schedule import step_shape
 from .sequence import Sequence, SequenceGroup, SequenceState
 
 
@@ -42,18 +39,13 @@ class Queues:
         self.groups: list[SequenceGroup] = []  # whose first member has blocks
         self._limits = limits
         self._pool = pool
-        self._stalled_at: int | None = None
+        self.stalled_at: int | None = None  # `opportunities`, when nothing could be scheduled
         self._num_holds = 0
 
     @property
     def opportunities(self) -> int:
         """A counter that moves when blocks or a running slot may have become free."""
         return self._pool.num_releases + self._num_holds
-
-    @property
-    def num_held_blocks(self) -> int:
-        """Blocks that are, or will be, held for pullers: shared ones count once."""
-        return len(distinct_blocks(self.holders()))
 
     @property
     def parked(self) -> list[Sequence]:
@@ -89,7 +81,7 @@ class Queues:
 
     def run(self, sequence: Sequence) -> None:
         """Let the sequence, which has blocks, run."""
-        self._stalled_at = None
+        self.stalled_at = None
         sequence.state = SequenceState.RUNNING
         bisect.insort(self.running, sequence, key=lambda s: s.arrival)
 
@@ -132,20 +124,10 @@ class Queues:
     def _head_of(self, queue: RequestQueue) -> Sequence | None:
         return None if queue.refused_at == self.opportunities else queue.head
 
-    def decodes(self) -> StepShape:
-        """The shape of a step of all decodes alone; in a pipeline, of one step's share of them."""
-        shape = step_shape([s for s in self.running if not s.is_prefilling])
-        return self.share_of(shape.num_decodes, shape.keys)
-
-    def share_of(self, num_decodes: int, keys: int) -> StepShape:
-        """The share of these decodes that one step has."""
-        num_stages = self._limits.num_stages
-        return StepShape(num_decodes=-(-num_decodes // num_stages), keys=keys // num_stages)
-
     def add(self, sequence: Sequence, num_to_compute: int, *, is_first: bool = False) -> None:
         """Queue the sequence behind all others of its caller. `is_first`: before all others, since
         it was served, and its caller charged, before."""
-        self._stalled_at = None
+        self.stalled_at = None
         add = self.waiting.add_first if is_first else self.waiting.add
         add(sequence, sequence.request.caller_id, num_to_compute)
         if is_first:
@@ -168,25 +150,7 @@ class Queues:
         if (group := sequence.group) is not None and group.has_ended and group in self.groups:
             self.groups.remove(group)
 
-    def add_group(self, group: SequenceGroup | None) -> None:
-        """The first member of the group, if any, has blocks."""
-        if group is not None:
-            self.groups.append(group)
-
     def refuse_head(self, queue: RequestQueue) -> None:
         """The head does not fit: it stays the head, and is tried again when something is freed."""
         queue.pin_head()
         queue.refused_at = self.opportunities
-
-    def stall(self) -> None:
-        """Nothing could be scheduled."""
-        self._stalled_at = self.opportunities
-
-    def wake(self) -> None:
-        """Something may be scheduled now that could not be."""
-        self._stalled_at = None
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether still nothing can be scheduled: all that is left waits for memory."""
-        return self._stalled_at == self.opportunities

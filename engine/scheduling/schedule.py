@@ -102,13 +102,6 @@ class Schedule:
         self.clear = [s for s in self.clear if s.state is SequenceState.RUNNING]
         self.others = [s for s in self.others if s.sequence.state is SequenceState.RUNNING]
 
-    def fit_drafts(self) -> None:
-        """Remove tokens of sequences that have fewer drafts than when they were planned."""
-        self.others = [
-            ScheduledSequence(s, min(num_tokens, s.num_unlaunched_tokens))
-            for s, num_tokens in self.others
-        ]
-
     def limit_prompts(self, num_tokens: int) -> None:
         """Limit the prompt tokens that are still taken to `num_tokens`."""
         if num_tokens < self.num_budget_tokens + self.num_spare_tokens:

@@ -99,7 +99,6 @@ class Scheduler:
         self.queues.coming.pop()
         sequence.state = SequenceState.RESERVED
         self.queues.reserved.append(sequence)
-        self.queues.add_group(sequence.group)
         if self._tables.host is not None:
             self._tables.host.write(sequence)  # its cached blocks have a second use
         return sequence
@@ -119,20 +118,6 @@ class Scheduler:
         """Remove the sequence, whatever its state, and free its blocks."""
         self.queues.remove(sequence)
         self._tables.end(sequence)
-
-    def finish_loads(self) -> None:
-        """Run the sequences whose copies from host memory have ended. Blocks that could not be
-        copied are computed by one of the sequences that share them; the others wait again, next in
-        line, for other blocks."""
-        loads = self.queues.loading.items()
-        ended = [(s, load, n) for s, load in loads if (n := load.num_good) is not None]
-        for sequence, load, num_blocks in ended:
-            del self.queues.loading[sequence]
-            if num_blocks >= load.num_shared:
-                self._tables.loaded(sequence, num_blocks)
-                self.queues.run(sequence)
-            else:
-                self.preemption.turn_back(sequence)
 
     def schedule(self) -> Schedule:
         """Plan a step; sequences that are not in it wait for budget or memory."""
@@ -313,12 +298,15 @@ class Scheduler:
             return False
         if not admission.fits(sequence, shared, beside):
             return False
-        return self._tables.allocate(sequence, matched, coming)
+        if not self._tables.allocate(sequence, matched, coming):
+            return False
+        if sequence.group is not None:
+            self.queues.groups.append(sequence.group)
+        return True
 
     def _begin(self, sequence: Sequence, in_host: HostMatch | None, schedule: Schedule) -> None:
         """Run an admitted prompt, or first load the blocks that host memory has of it."""
         host = self._tables.host
-        self.queues.add_group(sequence.group)
         sequence.num_prefill_tokens = sequence.num_tokens
         if host is not None and in_host is not None:
             sequence.state = SequenceState.LOADING

@@ -52,9 +52,11 @@ _PULLED = (SequenceState.COMING, SequenceState.RESERVED)
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """The sequences of one search, its leader first; `width`: how many there will be."""
+    """The sequences of one search, its leader first; `width`: how many there will be. `keys`: the
+    requests that get its best hypotheses, best first."""
 
     width: int
+    keys: tuple[str, ...]
     members: list[Sequence] = field(default_factory=list)
     is_forked: bool = False  # the first member, which began alone, has forked
 

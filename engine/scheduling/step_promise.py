@@ -9,6 +9,7 @@ from ...core.request.request import Request
 from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
 from ..kv.limits import EngineLimits
 from .costs.step_cost_estimator import StepCostEstimator
+from .pipeline_share import share_of
 from .queues import Queues
 from .schedule import Schedule, step_shape
 
@@ -140,7 +141,7 @@ class StepPromise:
                 lengths += [s.num_tokens] * s.num_to_come
         num_more = request.num_sequences + num_coming
         keys = sum(lengths) + num_more * request.num_known_tokens
-        return queues.share_of(len(lengths) + num_more, keys)
+        return share_of(len(lengths) + num_more, keys, self._limits.num_stages)
 
 
 def promised_tokens(

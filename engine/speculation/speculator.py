@@ -12,7 +12,7 @@ is sampled in the same step; the KV of rejected drafts is overwritten by the nex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Row
 from dataclasses import replace
 from typing import TypeAlias
@@ -25,6 +25,7 @@ from ..execution.constraints import Constraints
 from ..kv.limits import EngineLimits
 from ..scheduling.costs.step_cost_estimator import StepCostEstimator
 from ..scheduling.outputs import SpeculationCounts
+from ..scheduling.pipeline_share import decodes_of_step
 from ..scheduling.queues import Queues
 from ..scheduling.sequence import Sequence, SequenceState
 from .acceptance import Acceptance, Mean, Tally
@@ -155,8 +156,9 @@ class Speculator:
         their expected time than steps without."""
         return self._wait_s.value + max(0.0, self._late_s[True].value - self._late_s[False].value)
 
-    def accepted_tokens(self, sequence: Sequence, sampled: SampledToken) -> list[SampledToken]:
+    def accepted_tokens(self, sequence: Sequence, sampled: SampledToken) -> Iterator[SampledToken]:
         """The tokens that a step adds to a sequence: its accepted drafts, and the one after them.
+        Those behind a token that ends the sequence are discarded.
 
         Rolls the sequence back to these tokens: they are awaited, and no drafts are left.
         """
@@ -175,12 +177,12 @@ class Speculator:
         self._num_draft_tokens += len(drafts)
         own = self._tallies.setdefault(sequence.key, Tally())
         self._acceptance.observe(own, len(drafts), num_accepted)
-        return tokens
-
-    def count_accepted(self, num_accepted: int) -> None:
-        """Count the drafts of a sequence that were output: none after its end."""
-        for position in range(num_accepted):
-            self._accepted[position] += 1
+        for position, token in enumerate(tokens):
+            if sequence.state is SequenceState.ENDED:
+                return
+            if position < num_accepted:
+                self._accepted[position] += 1
+            yield token
 
     @property
     def counts(self) -> SpeculationCounts:
@@ -213,7 +215,7 @@ class Speculator:
 
     def _lengths(self, queues: Queues, sequences: Row[Sequence], num_drafts: Row[int]) -> Row[int]:
         """How many of the `num_drafts` drafts of each sequence to verify."""
-        decodes = queues.decodes()
+        decodes = decodes_of_step(queues.running, self._limits.num_stages)
         most = max(0, self._limits.max_num_batched_tokens - decodes.num_decodes)
         tallies = [self._tallies[one.key] for one in sequences]
         chances = self._acceptance.chances(tallies, num_drafts)

@@ -66,7 +66,8 @@ class SharedList:
                 [found] = await self._redis.run(("GETRANGE", self._key, 0, last))
                 theirs = {entry.name: entry for entry in self._decode(found)}
                 held = [one for one in theirs.values() if holds(one, mine)]
-                if not any(_is_lacking(one, theirs) for one in mine.values()):
+                versions = {one.name: one.version for one in theirs.values()}
+                if all(one.version <= versions.get(one.name, 0) for one in mine.values()):
                     await self._redis.run(("EXPIRE", self._key, _TTL_S))
                     break
                 merged = {**mine, **{one.name: one for one in held}}
@@ -102,12 +103,6 @@ def holds(entry: Entry, mine: Mapping[str, Entry]) -> bool:
     """Whether this entry of the list takes precedence over the gateway's own of its name."""
     other = mine.get(entry.name)
     return other is None or (entry != other and entry.version >= other.version)
-
-
-def _is_lacking(entry: Entry, listed: Mapping[str, Entry]) -> bool:
-    """Whether this entry of a gateway should be added to the list."""
-    other = listed.get(entry.name)
-    return other is None or entry.version > other.version
 
 
 def _is_sound(entry: Entry) -> bool:

@@ -19,7 +19,6 @@ from ...proto.v1 import inference_pb2
 from ..adapters.adapter_registry import AdapterRegistry
 from ..engines.engine_table import EngineTable
 from ..engines.prompt_router import PromptRouter
-from ..request.session import Session
 from ..request.session_table import SessionTable, sessions_of
 from ..request.setbacks import SessionLimits, unfinished_run
 from ..security.caller import ADMIN, INFER, Caller
@@ -27,8 +26,8 @@ from ..security.tenancy import Tenancy, TenantAdmission
 from ..telemetry.call_feed import CallFeed
 from ..telemetry.calls.call_record import CallRecord
 from ..text.special_tokens import Spans
-from ..validation.served_model import ServedModel
-from ..validation.validation import ModelLimits, ValidatedRequest, validated
+from ..validation.served_model import ModelLimits, ServedModel
+from ..validation.validation import ValidatedRequest, validated
 from .loop_pacing import LoopPacing
 from .queue_limit import QueueLimit
 from .running_call import RunningCall
@@ -51,12 +50,12 @@ class FrontDoor:
     model: ServedModel
     _sessions: SessionTable
     _table: EngineTable
-    _tenancy: Tenancy
+    tenancy: Tenancy
     _clock: Clock
     _entropy: Entropy
     _session_limits: SessionLimits
     _max_request_s: float
-    _feed: CallFeed
+    feed: CallFeed
     _queue_limit: QueueLimit
     adapters: AdapterRegistry
     keeps_prompts: bool = False
@@ -108,16 +107,14 @@ class FrontDoor:
                 # A call whose caller's queue is too long already is not even tokenised.
                 self._check_wait(caller, deadline_s - arrived_s)
                 request = await self._prepare(wire, caller, admission, special_at)
-                num_tokens, began_s = len(request.prompt_token_ids), self._clock.monotonic_s()
-                router = PromptRouter(self._table, request)
+                router, began_s = PromptRouter(self._table, request), self._clock.monotonic_s()
                 await router.hash_prompt()
                 lookup_s = self._clock.monotonic_s() - began_s
                 await self.arrivals.take(has_begun=True)  # else one long turn would delay streams
                 # The queue must be that of the moment when the call starts.
-                routed_s = self._clock.monotonic_s()
-                self._check_wait(caller, deadline_s - routed_s, num_tokens, router)
+                self._check_wait(caller, deadline_s - self._clock.monotonic_s(), router)
             except BatonError as error:
-                self._feed.call_refused(caller, error)
+                self.feed.call_refused(caller, error)
                 raise
             record = CallRecord(
                 call_id="",
@@ -129,11 +126,9 @@ class FrontDoor:
                 lookup_s=lookup_s,
                 traceparent=traceparent,
                 tracestate=tracestate,
-                # The prompt as the client sent it, ids as text.
-                prompt=(wire.text or str(request.prompt_token_ids.tolist()))
-                if self.keeps_prompts
-                else None,
             )
+            if self.keeps_prompts:  # as the client sent it, ids as text
+                record.prompt = wire.text or str(request.prompt_token_ids.tolist())
             try:
                 async with self._running(record, router, deadline_s) as generation:
                     yield generation
@@ -152,15 +147,6 @@ class FrontDoor:
         caller.check_scope(INFER)
         return self._sessions.abort(names, caller.tenant)
 
-    def count_refusal(self, caller: Caller, error: BatonError) -> None:
-        """Record a call that its front refused."""
-        self._feed.call_refused(caller, error)
-
-    def check_limits(self, caller: Caller) -> None:
-        """Raises RateLimited if the tenant is at a limit: for a front, before it prepares a
-        call."""
-        self._tenancy.check(caller)
-
     @contextmanager
     def admitted(self, caller: Caller) -> Iterator[TenantAdmission | None]:
         """Admit a call for the duration of the block, before any of it is parsed. Gives None for a
@@ -170,7 +156,7 @@ class FrontDoor:
         Raises PermissionDenied, RateLimited, Overloaded.
         """
         caller.check_scope(INFER)
-        with self._tenancy.admitted(caller) if caller.tenant else nullcontext() as admission:
+        with self.tenancy.admitted(caller) if caller.tenant else nullcontext() as admission:
             self._sessions.admit(caller.caller_id)
             try:
                 yield admission
@@ -178,15 +164,12 @@ class FrontDoor:
                 self._sessions.leave(caller.caller_id)
 
     def _check_wait(
-        self,
-        caller: Caller,
-        remaining_s: float,
-        num_tokens: int = 0,
-        router: PromptRouter | None = None,
+        self, caller: Caller, remaining_s: float, router: PromptRouter | None = None
     ) -> None:
         """Refuse a call that would wait too long, by what is known of it so far: see QueueLimit."""
         must_wait = self._sessions.queue.shares or not self._table.has_idle_engine
         if must_wait or remaining_s <= 0:
+            num_tokens = 0 if router is None else len(router.request.prompt_token_ids)
             cached = {} if router is None else router.cached(num_tokens)
             self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s)
 
@@ -220,7 +203,7 @@ class FrontDoor:
             admission.charge(len(request.prompt_token_ids) + max_output_tokens)
         options = request.options
         if caller.tenant or options.cache_salt:
-            salt = self._tenancy.cache_salt(caller, options.cache_salt)
+            salt = self.tenancy.cache_salt(caller, options.cache_salt)
             options = replace(options, cache_salt=salt)
         return replace(request, tenant=caller.tenant, caller_id=caller.caller_id, options=options)
 
@@ -229,38 +212,37 @@ class FrontDoor:
         self, record: CallRecord, router: PromptRouter, deadline_s: float
     ) -> AsyncIterator[RunningCall]:
         """Run the sessions of a valid call, and keep its record."""
-        loop = asyncio.get_running_loop()
         try:
             allowed_s = deadline_s - self._clock.monotonic_s() + _LAST_WRITE_S
             async with asyncio.timeout(allowed_s) as patience:
                 # A write to a stuck client never ends: it is abandoned after a failure, and after
                 # the deadline, which ended sessions no longer watch.
-                call = RunningCall(
-                    record,
-                    self._feed.chunk_delivered,
-                    on_fail=lambda: patience.reschedule(loop.time() + _LAST_WRITE_S),
-                    ends=self._ends,
-                )
+                def hurry() -> None:
+                    patience.reschedule(asyncio.get_running_loop().time() + _LAST_WRITE_S)
+
+                call = RunningCall(record, self.feed.chunk_delivered, hurry, self._ends)
                 sessions = sessions_of(
                     record.request,
                     self.model.tokenizer,
                     call,
+                    self._clock,
                     self._entropy,
                     arrived_unix_ns=record.arrived_unix_ns,
                     deadline_s=deadline_s,
                     router=router,
-                    clock=self._clock,
                     limits=self._session_limits,
                     suspects=self._table.suspects,
                 )
                 record.call_id = sessions[0].call_id
-                self._feed.call_began(record)
+                self.feed.call_began(record)
                 try:
                     for session in reversed(sessions):  # the first one dispatches for all
                         self._sessions.start(session)
                     yield call
                 except asyncio.CancelledError:
-                    if call.error is None and not patience.expired():
+                    if call.error is None and patience.expired():
+                        call.error = DeadlineExceeded(_NOT_READ)
+                    elif call.error is None:
                         call.client_left()
                     raise
                 finally:
@@ -269,15 +251,11 @@ class FrontDoor:
                         if not session.is_over:
                             self._sessions.cancel(session, Cancelled("the client went away"))
                     record.num_computed_tokens = sum(session.num_outputs for session in sessions)
-                    unread = DeadlineExceeded(_NOT_READ) if patience.expired() else None
-                    self._end(record, call.error or unread, sessions[0])
+                    if len(record.results) < record.request.options.n:
+                        record.unfinished_run = unfinished_run(sessions[0])
+                        record.error = error = call.error or Cancelled("the client went away")
+                        if public_error(error) is not error:  # the client is not sent its text
+                            log.warning("call %s: %s: %s", record.call_id, error.code, error)
+                    self.feed.call_ended(record)
         except TimeoutError:
             raise public_error(call.error or DeadlineExceeded(_NOT_READ)) from None
-
-    def _end(self, record: CallRecord, error: BatonError | None, first: Session) -> None:
-        if len(record.results) < record.request.options.n:
-            record.unfinished_run = unfinished_run(first)
-            record.error = error or Cancelled("the client went away")
-            if public_error(record.error) is not record.error:  # its text is not sent to the client
-                log.warning("call %s: %s: %s", record.call_id, record.error.code, record.error)
-        self._feed.call_ended(record)

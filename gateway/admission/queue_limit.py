@@ -72,7 +72,7 @@ class QueueLimit:
             for other, share in self._queue.shares.items()
             if prefill
         }
-        fetches = table.fetches(num_tokens, cached, Avoid())
+        fetches = table.fetches(cached, Avoid())
 
         def seconds(engine: LinkedEngine, own: int) -> float:
             ahead = fair_tokens_ahead(engine.account, caller_id, own, parts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 
 from ...core.errors import BatonError, public_error
 from ..request.output_chunk import OutputChunk, merged
@@ -20,35 +21,27 @@ MAX_TOKENS_BEHIND = 256
 _MAX_CHUNKS = 32  # queued of a sample; more are merged, as a chunk is larger than its tokens
 
 
+@dataclass(eq=False)
 class RunningCall:
     """The ChunkSink of a call's samples. A sample ends with a chunk that has a result, or with a
     failure; the first failure fails the whole call. `chunks` may be iterated once.
 
     `push`, once set, is called with a chunk, except a sample's last, when all before it are
-    delivered. It returns True if it has written the chunk to the client; then no task needs to wake
-    for it. `on_delivered` is called for each delivered chunk, `on_fail` when the stream must end
-    early; `ends` spaces the work at the end of samples.
+    delivered: True if it has written it to the client, so that no task needs to wake for it.
+    `_on_fail` is called when the stream must end early; `_ends` spaces the ends of samples.
     """
 
-    def __init__(
-        self,
-        record: CallRecord,
-        on_delivered: Callable[[CallRecord, OutputChunk], None],
-        on_fail: Callable[[], None],
-        ends: LoopPacing,
-        max_tokens: int = MAX_TOKENS_BEHIND,
-    ) -> None:
-        self.record = record
-        self.push: Callable[[OutputChunk], bool] | None = None
-        self.error: BatonError | None = None  # the first of the call
-        self._on_delivered = on_delivered
-        self._on_fail = on_fail
-        self._ends = ends
-        self._max_tokens = max_tokens
-        self._waiting: dict[int, list[OutputChunk]] = {}  # by sample
-        self._reader: asyncio.Future[None] | None = None  # set while `chunks` waits
-        self._is_read = False  # before that no client is too slow
-        self._last: OutputChunk | None = None  # the call's last chunk, once it is yielded
+    record: CallRecord
+    _on_delivered: Callable[[CallRecord, OutputChunk], None]
+    _on_fail: Callable[[], None]
+    _ends: LoopPacing
+    _max_tokens: int = MAX_TOKENS_BEHIND
+    push: Callable[[OutputChunk], bool] | None = None
+    error: BatonError | None = None  # the first of the call
+    _waiting: dict[int, list[OutputChunk]] = field(default_factory=dict)  # by sample
+    _reader: asyncio.Future[None] | None = None  # set while `chunks` waits
+    _is_read: bool = False  # before that no client is too slow
+    _last: OutputChunk | None = None  # the call's last chunk, once it is yielded
 
     def emit(self, chunk: OutputChunk) -> bool:
         """Queue or push a chunk; False if the client is too far behind. A sample's only chunk is

@@ -132,18 +132,7 @@ class ClusterView:
         member = link.member
         log.info("linked to %s engine %s at %s", member.role.value, member.name, member.address)
         self._last_reasons.pop(member.incarnation, None)
-        engine = LinkedEngine(
-            member,
-            link,
-            load,
-            clock=self._clock,
-            max_num_seqs=welcome.max_num_seqs,
-            block_bytes=welcome.block_bytes,
-            own_target_s=welcome.tbt_target_s,
-            num_host_blocks=welcome.num_host_blocks,
-            max_loras=welcome.max_loras,
-            sessions=self._sessions,
-        )
+        engine = LinkedEngine(member, link, load, welcome, self._clock, self._sessions)
         self._table.add(engine)
         self._on_linked(engine)
         self._report(is_load_only=False)

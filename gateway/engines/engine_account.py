@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, KeysView
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from ...core.errors import PromiseRefused
 from ...core.ports import Clock
@@ -57,13 +57,6 @@ class _Prompt:
         return self.num_tokens - self.cached_tokens
 
 
-class _Decode(NamedTuple):
-    """A sequence that decodes there, or will once its prompt is computed."""
-
-    caller_id: int
-    sent_s: float
-
-
 class EngineAccount:
     """Times are monotonic seconds. `max_num_seqs` 0: not reported, every sequence has a place.
 
@@ -79,10 +72,9 @@ class EngineAccount:
         self.prompts = PromptsInFlight(clock)
         self.has_refused = False
         self._clock = clock
-        self._prompts: dict[
-            Key, _Prompt
-        ] = {}  # by each sample; ours, like all until the next comment
-        self._decodes: dict[Key, _Decode] = {}
+        # Ours, like all until the next comment.
+        self._prompts: dict[Key, _Prompt] = {}  # by each sample
+        self._decodes: dict[Key, tuple[int, float]] = {}  # by sequence: caller id, sent when
         self.own_tokens: Counter[int] = Counter()  # prompt tokens to compute, by caller
         self._num_own_tokens = self._num_own_pairs = 0  # summed over callers
         self._answered_tokens: Counter[int] = Counter()  # prompts closed since the last heartbeat
@@ -131,7 +123,7 @@ class EngineAccount:
 
     def sent_decodes(self, keys: Iterable[Key], caller_id: int, num_blocks: int) -> None:
         """Open the decodes of one or several sequences, which need `num_blocks` together."""
-        self._decodes |= dict.fromkeys(keys, _Decode(caller_id, self._clock.monotonic_s()))
+        self._decodes |= dict.fromkeys(keys, (caller_id, self._clock.monotonic_s()))
         self._room_blocks -= num_blocks
 
     def settle(self, outputs: Iterable[EngineOutput]) -> None:
@@ -158,10 +150,11 @@ class EngineAccount:
                 prompt.keys.remove(key)
                 del self._prompts[key]
         if (decode := self._decodes.pop(key, None)) is not None:
-            stay_s = self._clock.monotonic_s() - decode.sent_s
+            caller_id, sent_s = decode
+            stay_s = self._clock.monotonic_s() - sent_s
             mean_s = stay_s if self._mean_stay_s is None else self._mean_stay_s
             self._mean_stay_s = _DECAY * mean_s + (1 - _DECAY) * stay_s
-            self.released.add(decode.caller_id)
+            self.released.add(caller_id)
 
     def _close_prompt(self, prompt: _Prompt, *, is_computed: bool) -> None:
         """Its first token has come, or never will."""
@@ -214,29 +207,17 @@ class EngineAccount:
         load = self._load
         if not load.waiting_tokens and not self._prompts:
             return 0
-        now_s = self._clock.monotonic_s()
-        ahead = self._with_pairs(load.waiting_tokens, load.waiting_pairs)
-        ahead -= self._computed_in(now_s - self._step_began_s)
-        tokens, pairs = self._own_computed(now_s)
-        own = self._with_pairs(self._num_own_tokens - tokens, self._num_own_pairs - pairs)
+        ahead, own = float(load.waiting_tokens), float(self._num_own_tokens)
+        if (speed := self.speed) is not None:
+            now_s = self._clock.monotonic_s()
+            ahead += speed.tokens_like(load.waiting_pairs)
+            ahead -= speed.tokens_in(now_s - self._step_began_s)
+            own += speed.tokens_like(self._num_own_pairs)
+            if self._prompts:  # less what should be computed of our first one by now
+                first = next(iter(self._prompts.values()))
+                whole = first.uncached_tokens + speed.tokens_like(first.pairs)
+                own -= min(whole, speed.tokens_in(now_s - max(first.sent_s, self._begun_s)))
         return max(0, int(ahead), int(own))
-
-    def _own_computed(self, now_s: float) -> tuple[int, int]:
-        """Tokens and pairs of our first open prompt that should be computed by now."""
-        if not self._prompts:
-            return 0, 0
-        first = next(iter(self._prompts.values()))
-        computed = self._computed_in(now_s - max(first.sent_s, self._begun_s))
-        whole = self._with_pairs(first.uncached_tokens, first.pairs)
-        share = min(1.0, computed / max(1.0, whole))
-        return round(share * first.uncached_tokens), round(share * first.pairs)
-
-    def _with_pairs(self, num_tokens: int, pairs: int) -> float:
-        """The tokens, and as many more as take the time of these (query, key) pairs."""
-        return num_tokens + (0.0 if self.speed is None else self.speed.tokens_like(pairs))
-
-    def _computed_in(self, seconds: float) -> int:
-        return 0 if self.speed is None else self.speed.tokens_in(seconds)
 
     @property
     def num_requests(self) -> int:

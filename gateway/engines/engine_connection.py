@@ -198,7 +198,7 @@ class EngineConnection:
             attempt=wire.attempt,
             first_index=wire.first_index,
             token_ids=tuple(wire.token_ids),
-            finish_reason=codec.finish_from_wire(wire.finish_reason),
+            finish_reason=codec.FINISH_FROM_WIRE.get(wire.finish_reason),
             error=codec.error_from_wire(wire.error) if wire.HasField("error") else None,
             stamps=stamps,
             cached_tokens=wire.cached_tokens if wire.HasField("cached_tokens") else None,

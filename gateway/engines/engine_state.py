@@ -126,11 +126,12 @@ def state_of(
     engine: LinkedEngine,
     demand: Demand,
     caller_id: int,
-    cached: CachedPrefix,
-    others_cost: StepCost | None,
-    fetch: Fetch | None,
-    in_flight_tokens: int,
     adapter: str,
+    in_flight_tokens: int,
+    *,
+    cached: CachedPrefix,
+    fetch: Fetch | None,
+    others_cost: StepCost | None,
 ) -> EngineState:
     """For routing one request of this caller. `in_flight_tokens`: see EngineState; `adapter`: its
     digest, or empty.

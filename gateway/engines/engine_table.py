@@ -14,7 +14,7 @@ from ...prefix_index.mirror import PrefixMirror
 from ...prefix_index.prefix_sources import NOTHING, CachedPrefix, Fetch, Holders
 from ..request.engine_link import Avoid
 from ..request.suspects import Suspects
-from ..validation.validation import ModelLimits
+from ..validation.served_model import ModelLimits
 from .linked_engine import LinkedEngine
 from .plan_record import PlanRecord
 from .prompts_in_flight import PromptsInFlight
@@ -42,7 +42,7 @@ class EngineTable:
         """Add an engine whose first heartbeat has come."""
         engine.account.released, engine.account.prompts = self.released, self.prompts
         self.engines[engine.incarnation] = engine
-        num_blocks = engine.member.num_blocks + engine.num_host_blocks
+        num_blocks = engine.member.num_blocks + engine.welcome.num_host_blocks
         self.mirror.add(engine.incarnation, num_blocks)
 
     def remove(self, incarnation: str) -> None:
@@ -51,42 +51,39 @@ class EngineTable:
         self.prompts.engine_lost(incarnation)
         self.mirror.remove(incarnation)
 
-    def fetches(
-        self, num_tokens: int, cached: Mapping[str, CachedPrefix], avoid: Avoid
-    ) -> Mapping[str, Fetch]:
+    def fetches(self, cached: Mapping[str, CachedPrefix], avoid: Avoid) -> Mapping[str, Fetch]:
         """The best fetch of each engine that could get more of a prompt's full blocks from another
         one, by incarnation. `cached`: what engines have of the prompt, likewise."""
         lendable: dict[str, dict[str, int]] = {}  # tokens by fingerprint and incarnation
         for name, prefix in cached.items():
             if name not in avoid:
-                engine = self.engines[name]
-                size = engine.member.block_size
-                most = (num_tokens - 1) // size * size  # one token is always computed
-                of_kind = lendable.setdefault(engine.fingerprint, {})
-                of_kind[name] = min(prefix.lendable_tokens, most)
+                of_kind = lendable.setdefault(self.engines[name].fingerprint, {})
+                of_kind[name] = prefix.lendable_tokens
         if not lendable:
             return {}
         rates = {name: engine.load.link_gbytes_per_s for name, engine in self.engines.items()}
         holders = {kind: Holders.of(tokens, rates) for kind, tokens in lendable.items()}
         found: dict[str, Fetch] = {}
         for name, engine in self.engines.items():
-            if engine.fingerprint in holders and engine.block_bytes and engine.takes_prompts:
+            if (
+                engine.fingerprint in holders
+                and engine.welcome.block_bytes
+                and engine.takes_prompts
+            ):
                 own = cached.get(name, NOTHING)
-                token_bytes = engine.block_bytes / engine.member.block_size
+                token_bytes = engine.welcome.block_bytes / engine.member.block_size
                 own_tokens = own.num_tokens - own.host_tokens
                 fetch = holders[engine.fingerprint].best_fetch(name, own_tokens, token_bytes)
                 if fetch is not None:
                     found[name] = fetch
         return found
 
-    def borrowed_costs(self) -> Mapping[str, StepCost]:
-        """`step_costs`, or nothing where every engine has measured its own."""
-        is_measured = all(engine.is_measured for engine in self.engines.values())
-        return {} if is_measured else self.step_costs()
-
     def step_costs(self) -> Mapping[str, StepCost]:
-        """By fingerprint, the step cost that was measured on the largest steps."""
+        """By fingerprint, the step cost that was measured on the largest steps, for engines that
+        have not measured their own; nothing if all have."""
         found: dict[str, StepCost] = {}
+        if all(engine.is_measured for engine in self.engines.values()):
+            return found
         for engine in self.engines.values():
             cost = engine.load.step_cost
             best = found.get(engine.fingerprint)

@@ -12,6 +12,7 @@ from ...core.membership import Member, Role
 from ...core.ports import Clock
 from ...core.request.request import PrefixSource, Request, Ticket
 from ...core.request.token_ids import salted
+from ...proto.v1 import node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, Route
 from ..request.session_table import SessionTable
 from .engine_account import EngineAccount
@@ -24,25 +25,19 @@ MEASURED_ROWS = 256  # the step cost covers prompts once a step had so many rows
 
 @dataclass(slots=True)
 class LinkedEngine:
-    """Implements `engine_link.EngineLink` for one engine.
-
-    `max_num_seqs`: sequences that run at once; `block_bytes`: size of a KV block; 0: the engine did
-    not report it. `own_target_s`: the TBT promise that it was started with; 0: none, and it is
-    given none. `num_host_blocks`: capacity of its host tier. `max_loras`: LoRA adapters in one
-    step; 0: it serves none. `sessions`: the gateway's, which get the engine's outputs.
-    """
+    """Implements `engine_link.EngineLink` for one engine. `welcome`: its settings, and the TBT
+    promise that it was started with, if any; `sessions`: the gateway's, which get its outputs."""
 
     member: Member
     outbox: EngineConnection
     load: ReportedLoad
+    welcome: node_pb2.Welcome = field(default_factory=node_pb2.Welcome)
     clock: Clock = field(default_factory=Clock)
-    max_num_seqs: int = 0
-    block_bytes: int = 0
-    own_target_s: float = 0.0
-    num_host_blocks: int = 0
-    max_loras: int = 0
     sessions: SessionTable | None = None
     account: EngineAccount = field(init=False)
+    incarnation: str = field(init=False)
+    name: str = field(init=False)
+    fingerprint: str = field(init=False)
     # From the last heartbeat, as `load`.
     heard_s: float = field(init=False)  # when it came
     is_measured: bool = field(init=False)  # whether its step cost covers prompts
@@ -50,20 +45,10 @@ class LinkedEngine:
     reported_state: tuple[object, ...] = field(init=False)  # the first fields of its EngineState
 
     def __post_init__(self) -> None:
-        self.account = EngineAccount(self.clock, self.max_num_seqs)
+        self.account = EngineAccount(self.clock, self.welcome.max_num_seqs)
+        self.incarnation, self.name = self.member.incarnation, self.member.name
+        self.fingerprint = self.member.fingerprint
         self.receive_heartbeat(self.load)
-
-    @property
-    def incarnation(self) -> str:
-        return self.member.incarnation
-
-    @property
-    def name(self) -> str:
-        return self.member.name
-
-    @property
-    def fingerprint(self) -> str:
-        return self.member.fingerprint
 
     @property
     def takes_prompts(self) -> bool:
@@ -82,7 +67,7 @@ class LinkedEngine:
         target_s, member = load.tbt_target_s, self.member
         self.most_decodes = MANY_DECODES if target_s is None else load.decodes_within(target_s)
         self.reported_state = (
-            *(member.incarnation, member.role, member.fingerprint, member.block_size),
+            *(self.incarnation, member.role, self.fingerprint, member.block_size),
             *(load.free_blocks, load.credit_blocks, load.is_draining),
             *(load.links, load.link_gbytes_per_s, load.takes_whole),
         )

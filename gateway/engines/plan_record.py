@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from ...core.errors import Unavailable
@@ -43,7 +44,7 @@ class ChosenPlan(NamedTuple):
         return "cached_prefix" if self.is_cached else "least_loaded"
 
 
-@dataclass(slots=True)
+@dataclass
 class SampledPlan:
     """A plan for a request of `num_tokens`, with the states of the engines that it was chosen
     from."""
@@ -51,19 +52,16 @@ class SampledPlan:
     engines: Sequence[EngineState]
     num_tokens: int
     plan: Plan
-    _seconds: tuple[float, float | None] | None = None
 
     @property
     def kind(self) -> str:
         return ALONE if self.plan.prefill == self.plan.decode else PAIR
 
-    @property
+    @cached_property
     def seconds(self) -> tuple[float, float | None]:
-        """The estimates of this plan and of the best other one, if any; computed once."""
-        if self._seconds is None:
-            self._seconds = estimates(self.engines, self.num_tokens, self.plan)
-            self.engines = ()
-        return self._seconds
+        """The estimates of this plan and of the best other one, if any."""
+        engines, self.engines = self.engines, ()
+        return estimates(engines, self.num_tokens, self.plan)
 
 
 @dataclass(eq=False)

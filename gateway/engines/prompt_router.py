@@ -80,7 +80,7 @@ class PromptRouter:
         chosen = ChosenPlan(prefill is decode, at_prefill > 0, is_retry, prefix_from)
         table.plans.chosen[chosen] += 1
         table.plans.last = SampledPlan(states, num_tokens, plan)
-        holds_first = decode.own_target_s > 0
+        holds_first = decode.welcome.tbt_target_s > 0
         return Route(prefill, decode, (at_prefill, at_decode), fetch, holds_first)
 
     def _states(
@@ -89,24 +89,21 @@ class PromptRouter:
         """The states of the engines that can serve the request up to its last token."""
         table, request = self.table, self.request
         total_tokens = demand.num_tokens + demand.max_output_tokens
-        adapter, is_constrained = request.adapter_digest, request.sampling.constraint is not None
-        costs, fetches = table.borrowed_costs(), table.fetches(demand.num_tokens, cached, avoid)
+        costs, fetches = table.step_costs(), table.fetches(cached, avoid)
         in_flight_tokens = max((prefix.in_flight_tokens for prefix in cached.values()), default=0)
+        of_request = demand, request.caller_id, request.adapter_digest, in_flight_tokens
         return [
             state_of(
                 engine,
-                demand,
-                request.caller_id,
-                cached.get(name, NOTHING),
-                costs.get(engine.fingerprint) if costs else None,
-                fetches.get(name),
-                in_flight_tokens,
-                adapter,
+                *of_request,
+                cached=cached.get(name, NOTHING),
+                fetch=fetches.get(name),
+                others_cost=costs.get(engine.fingerprint),
             )
             for name, engine in table.engines.items()
             if engine.member.max_model_len >= total_tokens
-            and (engine.member.can_constrain or not is_constrained)
-            and (engine.max_loras or not adapter)
+            and (request.sampling.constraint is None or engine.member.can_constrain)
+            and (request.adapter is None or engine.welcome.max_loras)
         ]
 
     def _plan(
@@ -161,9 +158,10 @@ class PromptRouter:
         if is_prefill:
             num_listed = min(num_listed, most)
         on_device = self.table.mirror.first_in_host(engine.incarnation, chain[:num_listed])
-        lendable = num_listed if on_device is None else on_device
-        in_host = num_listed - lendable if num_listed >= num_in_flight else 0
-        blocks = max(num_listed, num_in_flight), in_host, lendable, num_in_flight
+        if on_device is None:
+            on_device = num_listed
+        in_host = num_listed - on_device if num_listed >= num_in_flight else 0
+        blocks = max(num_listed, num_in_flight), in_host, min(on_device, most), num_in_flight
         return CachedPrefix(*(num_blocks * size for num_blocks in blocks))
 
     def _alike(self, fingerprint: str) -> list[LinkedEngine]:

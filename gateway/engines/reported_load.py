@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...core.step_cost import KNOTS, LEAST_PROMPT_TOKENS, StepCost, StepShape, pairs_of
 from ...proto import codec
 from ...proto.v1 import node_pb2
 
-_STEP_TOKENS = 2048  # where an engine reports none
+STEP_TOKENS = 2048  # prompt tokens of a step, where an engine reports none
 MANY_DECODES = 1 << 16  # more than any step has
 _LEAST_TOKEN_S = 1e-12
 _MOST_PART_S = 3600.0  # of a step's cost, to be believed
@@ -70,6 +70,16 @@ def prompt_speed(
     return PromptSpeed(step_s, token_s, cost.pair_s, whole_s / max(1, chunk))
 
 
+def decodes_within(cost: StepCost, context: float, seconds: float) -> int:
+    """The most decodes of a step that takes no longer than `seconds`; `context`: the mean of their
+    keys."""
+
+    def takes_s(num: int) -> float:
+        return cost.seconds(StepShape(num_decodes=num, keys=int(num * context)))
+
+    return bisect_right(range(1, MANY_DECODES), seconds, key=takes_s)
+
+
 @dataclass(frozen=True, slots=True)
 class OthersPrompts:
     """Waiting prompt tokens of other gateways: `by_caller`, of the callers with most, which an
@@ -116,8 +126,8 @@ class ReportedLoad:
     waiting_pairs: int = 0  # (query, key), of the waiting tokens
     waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
     adapters: frozenset[str] = frozenset()  # digests of those in its host memory
-    running_adapters: tuple[str, ...] = ()  # names
-    waiting_adapters: tuple[str, ...] = ()
+    running_adapters: Sequence[str] = ()  # names
+    waiting_adapters: Sequence[str] = ()
 
     @property
     def acceptance_length(self) -> float | None:
@@ -154,7 +164,7 @@ class ReportedLoad:
 
     def prompt_speed_by(self, cost: StepCost) -> PromptSpeed:
         """The speed of prompts if steps cost `cost`."""
-        chunk = self.step_tokens or _STEP_TOKENS
+        chunk = self.step_tokens or STEP_TOKENS
         return prompt_speed(cost, chunk, self.decodes, self.tbt_target_s)
 
     def decodes_within(self, seconds: float) -> int:
@@ -163,13 +173,7 @@ class ReportedLoad:
         cost, now = self.step_cost, self.decodes
         if cost is None or not now.num_decodes:
             return MANY_DECODES
-
-        def takes_s(num: int) -> float:
-            return cost.seconds(StepShape(num_decodes=num, keys=now.keys * num // now.num_decodes))
-
-        if takes_s(1) > seconds:
-            return MANY_DECODES
-        return bisect_right(range(1, MANY_DECODES), seconds, key=takes_s)
+        return decodes_within(cost, now.keys / now.num_decodes, seconds) or MANY_DECODES
 
 
 def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
@@ -183,8 +187,6 @@ def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
         "decodes": StepShape(num_decodes=wire.num_decodes, keys=wire.decode_keys),
         "tbt_target_s": wire.tbt_target_s if wire.tbt_target_s > 0 else None,
         "adapters": frozenset(wire.adapters),
-        "running_adapters": tuple(wire.running_adapters),
-        "waiting_adapters": tuple(wire.waiting_adapters),
         "waiting_by_caller": {one.caller_id: one.num_tokens for one in wire.waiting_by_caller},
     }
     return ReportedLoad(**fields)

@@ -11,11 +11,6 @@ found among engines sorted by their parts, not among all pairs. With a source of
 plans is drawn that are alike: each part within ALIKE of the best, with as much of the prompt
 cached. Else all gateways with the same heartbeats would choose the same engine until the next ones.
 
-The time of a prompt follows from the step cost that its engine has measured (core/step_cost.py): an
-engine that promises a TBT to its decodes (`tbt_target_s`) computes prompts beside them, some tokens
-per step; without decodes it is as fast as one without a promise. An engine without a promise only
-does the work of its role.
-
 A prefix that is cached on the device costs nothing, in host memory a copy, on another engine a
 pull, if that is quicker than computing it (prefix_sources.py). A prefill engine without credit for
 the request is taken only if none has credit. A decode engine without a place for it, and a prefill

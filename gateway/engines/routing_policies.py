@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
 from ...core.errors import Unavailable
 from ...core.membership import Role
@@ -62,7 +63,7 @@ def _in_turn() -> Order:
     def order(engines: Sequence[EngineState], _: int) -> Iterator[EngineState]:
         first = next(count)
         for role in Role:  # each role has its own turns
-            of_role = sorted((e for e in engines if e.role is role), key=_name)
+            of_role = sorted((e for e in engines if e.role is role), key=attrgetter("incarnation"))
             yield from (of_role[(first + i) % len(of_role)] for i in range(len(of_role)))
 
     return order
@@ -82,10 +83,6 @@ def _by_caller(engines: Sequence[EngineState], caller_id: int) -> Iterator[Engin
         return hashlib.blake2b(f"{caller_id} {engine.incarnation}".encode()).digest()
 
     return iter(sorted(engines, key=weight))
-
-
-def _name(engine: EngineState) -> str:
-    return engine.incarnation
 
 
 def make_policy(name: str, chance: random.Random | None = None) -> Policy:

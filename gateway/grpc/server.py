@@ -17,7 +17,7 @@ from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
 from ..security.accepted_keys import AcceptedKeys
-from .service import Parsing
+from .service import TypedErrors
 from .unary_methods import InferenceService
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class GrpcServer:
     ) -> None:
         """Raises StartupFailed if the port is taken or the host is not ours."""
         options = _options(config.max_num_requests, shares_port=config.reuse_port)
-        self._server = grpc.aio.server(interceptors=[Parsing()], options=options)
+        self._server = grpc.aio.server(interceptors=[TypedErrors()], options=options)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._service = InferenceService(door, keys, table, view)
         self._names: tuple[str, ...] = (SERVICE_NAME,)
@@ -89,7 +89,6 @@ class GrpcServer:
         return (vllm_engine.SERVICE_NAME,)
 
     async def start(self) -> None:
-        """Accept calls."""
         await self._server.start()
 
     async def show_ready(self, is_ready: bool) -> None:

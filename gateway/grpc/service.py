@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,18 +31,6 @@ _PUSHBACK = "grpc-retry-pushback-ms"  # read by gRPC's retries, if the client ha
 _MAX_TRACE = 512  # characters
 
 
-@asynccontextmanager
-async def errors_as_status(context: Context) -> AsyncIterator[None]:
-    """End the call with the status of a typed error; no traceback or path reaches the caller."""
-    try:
-        yield
-    except BatonError as error:
-        await abort(context, error)
-    except Exception:  # a bug fails one call, and its text stays in our log
-        log.exception("a call failed by a bug")
-        await abort(context, BatonError("internal error"))
-
-
 async def abort(context: Context, error: BatonError) -> None:
     """End a call with the error's status; the error's fields are in the trailing metadata."""
     metadata = [("baton-error-code", error.code)]
@@ -57,29 +43,34 @@ async def abort(context: Context, error: BatonError) -> None:
     await context.abort(status, error.message, tuple(metadata))
 
 
-def caller_of(context: Context, keys: AcceptedKeys | None, door: FrontDoor) -> Caller:
-    """The caller, by its API key. Raises Unauthenticated."""
-    if keys is None:
-        return anyone("grpc", context.peer())
-    metadata = context.invocation_metadata() or ()
-    try:
-        return keys.caller([v for k, v in metadata if k == "authorization"], "grpc")
-    except Unauthenticated as error:
-        door.count_refusal(anyone("grpc"), error)
-        raise
+@dataclass(eq=False)
+class GrpcFront:
+    """What every service here has."""
+
+    _door: FrontDoor
+    _keys: AcceptedKeys | None  # None: no API key is required
+
+    def _caller(self, context: Context) -> Caller:
+        """The caller, by its API key. Raises Unauthenticated."""
+        if self._keys is None:
+            return anyone("grpc", context.peer())
+        metadata = context.invocation_metadata() or ()
+        try:
+            return self._keys.caller([v for k, v in metadata if k == "authorization"], "grpc")
+        except Unauthenticated as error:
+            self._door.feed.call_refused(anyone("grpc"), error)
+            raise
 
 
 def call_options(context: Context) -> dict[str, Any]:
     """Options of FrontDoor.generate: the client's deadline, and the W3C trace context."""
 
-    def trace(key: str) -> str:
+    options: dict[str, Any] = {"timeout_s": context.time_remaining()}
+    for key in ("traceparent", "tracestate"):
         values = [value for name, value in context.invocation_metadata() or () if name == key]
-        if len(values) != 1 or not isinstance(values[0], str) or len(values[0]) > _MAX_TRACE:
-            return ""
-        return values[0]
-
-    traces = {key: trace(key) for key in ("traceparent", "tracestate")}
-    return {"timeout_s": context.time_remaining(), **traces}
+        if len(values) == 1 and isinstance(values[0], str) and len(values[0]) <= _MAX_TRACE:
+            options[key] = values[0]
+    return options
 
 
 def send_node_names(context: Context, result: RequestResult) -> None:
@@ -89,9 +80,9 @@ def send_node_names(context: Context, result: RequestResult) -> None:
     context.set_trailing_metadata(tuple(ascii_names))
 
 
-class Parsing(grpc.aio.ServerInterceptor):
-    """Rejects bytes that cannot be parsed with INVALID_ARGUMENT. By default gRPC returns UNKNOWN
-    with the name of a Python class, and logs a traceback for each."""
+class TypedErrors(grpc.aio.ServerInterceptor):
+    """Around every method: a call that fails, or whose bytes cannot be parsed, ends with the status
+    of a typed error. By default gRPC returns UNKNOWN with the name of a Python class."""
 
     def __init__(self) -> None:
         self._handlers: dict[str, Any] = {}  # by method
@@ -99,12 +90,12 @@ class Parsing(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = self._handlers.get(details.method)
         if handler is None and (original := await continuation(details)) is not None:
-            handler = self._handlers[details.method] = _with_checked_parser(original)
+            handler = self._handlers[details.method] = with_typed_errors(original)
         return handler
 
 
-def _with_checked_parser(handler: Any) -> Any:
-    """The handler with a parser that does not raise; unchanged if it takes a stream of requests."""
+def with_typed_errors(handler: Any) -> Any:
+    """The handler of a method; unchanged if it takes a stream of requests."""
     if handler.request_streaming:
         return handler
     parse: Any = handler.request_deserializer
@@ -119,35 +110,34 @@ def _with_checked_parser(handler: Any) -> Any:
         except DecodeError:
             return None
 
-    async def checked(request: Any, context: Any) -> Any:
-        if request is None:
-            message = "the bytes are no message of this method"
-            await abort(context, InvalidRequest(message, code="invalid_encoding"))
-        return await behavior(request, context)
+    async def answer(request: Any, context: Any) -> Any:
+        try:
+            if request is None:
+                message = "the bytes are no message of this method"
+                raise InvalidRequest(message, code="invalid_encoding")
+            return await behavior(request, context)
+        except (grpc.aio.AbortError, NotImplementedError):  # it has set its own status
+            raise
+        except BatonError as error:
+            await abort(context, error)
+        except Exception:  # a bug fails one call, and its text stays in our log
+            log.exception("a call failed by a bug")
+            await abort(context, BatonError("internal error"))
 
-    return make(checked, parse_or_none, handler.response_serializer)
+    return make(answer, parse_or_none, handler.response_serializer)
 
 
-@dataclass(eq=False)
-class GenerateService(inference_pb2_grpc.InferenceServicer):
+class GenerateService(GrpcFront, inference_pb2_grpc.InferenceServicer):
     """baton.v1.Inference's Generate; unary_methods.py has its other methods."""
-
-    _door: FrontDoor
-    _keys: AcceptedKeys | None  # None: no API key is required
 
     async def Generate(self, wire: inference_pb2.GenerateRequest, context: Context) -> None:
         await self._door.arrivals.take()
-        async with (
-            errors_as_status(context),
-            self._door.generate(wire, self._caller(context), **call_options(context)) as generation,
-        ):
+        caller = self._caller(context)
+        async with self._door.generate(wire, caller, **call_options(context)) as generation:
             async for chunk in generation.chunks():
                 if chunk.result is not None:
                     send_node_names(context, chunk.result)
                 await context.write(chunk_to_wire(generation.record.call_id, chunk))
-
-    def _caller(self, context: Context) -> Caller:
-        return caller_of(context, self._keys, self._door)
 
 
 def chunk_to_wire(request_id: str, chunk: OutputChunk) -> inference_pb2.GenerateChunk:
@@ -164,7 +154,7 @@ def chunk_to_wire(request_id: str, chunk: OutputChunk) -> inference_pb2.Generate
     if chunk.prompt_logprobs:
         wire.prompt_logprobs.extend(map(codec.logprobs_to_wire, chunk.prompt_logprobs))
     if (result := chunk.result) is not None:
-        wire.finish_reason = codec.finish_to_wire(result.finish_reason)
+        wire.finish_reason = codec.FINISH_TO_WIRE[result.finish_reason]
         if isinstance(result.matched_stop, int):
             wire.matched_stop_id = result.matched_stop
         else:

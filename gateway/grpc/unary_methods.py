@@ -9,12 +9,13 @@ from ...core.errors import InvalidRequest
 from ...core.membership import Member
 from ...core.request.token_ids import column
 from ...core.version import version
+from ...proto.codec import same_fields
 from ...proto.v1 import inference_pb2
 from ..admission.text_calls import detokenize, tokenize
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
 from ..security.caller import METRICS
-from .service import Context, GenerateService, errors_as_status
+from .service import Context, GenerateService
 
 _MAX_ABORTED = 1024  # of one call
 
@@ -29,23 +30,18 @@ class InferenceService(GenerateService):
     async def Abort(
         self, wire: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
-        async with errors_as_status(context):
-            check_names(wire.ids)
-            num_aborted = self._door.abort(wire.ids, self._caller(context))
+        check_names(wire.ids)
+        num_aborted = self._door.abort(wire.ids, self._caller(context))
         return inference_pb2.AbortResponse(num_aborted=num_aborted)
 
     async def GetModelInfo(
         self, wire: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.ModelInfo:
-        async with errors_as_status(context):
-            caller = self._caller(context)
-            caller.check_model("", self._door.limits.model)
-        limits = self._door.limits
+        caller, limits = self._caller(context), self._door.limits
+        caller.check_model("", limits.model)
         members = self._view.members() if METRICS in caller.scopes else []
         return inference_pb2.ModelInfo(
-            model=limits.model,
-            max_model_len=limits.max_model_len,
-            vocab_size=limits.vocab_size,
+            **same_fields(limits, inference_pb2.ModelInfo),
             eos_token_ids=self._door.model.eos_token_ids,
             nodes=[self._node_info(member) for member in members],
             version=version(),
@@ -54,30 +50,24 @@ class InferenceService(GenerateService):
     async def Tokenize(
         self, wire: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        async with errors_as_status(context):
-            ids = await tokenize(self._door, wire.model, wire.text, self._caller(context))
+        ids = await tokenize(self._door, wire.model, wire.text, self._caller(context))
         return inference_pb2.TokenizeResponse(ids=ids)
 
     async def Detokenize(
         self, wire: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        async with errors_as_status(context):
-            ids = column(wire.ids[:])  # a slice is read at once, the field itself id by id
-            text = await detokenize(self._door, wire.model, ids, self._caller(context))
+        ids = column(wire.ids[:])  # a slice is read at once, the field itself id by id
+        text = await detokenize(self._door, wire.model, ids, self._caller(context))
         return inference_pb2.DetokenizeResponse(text=text)
 
     def _node_info(self, member: Member) -> inference_pb2.NodeInfo:
         engine = self._table.engines.get(member.incarnation)
-        return inference_pb2.NodeInfo(
-            name=member.name,
-            role=member.role.value,
-            incarnation=member.incarnation,
-            is_ready=engine is not None and engine.is_ready,
-            num_blocks=member.num_blocks,
-            block_size=member.block_size,
-            links=() if engine is None else sorted(engine.load.links),
-            address=member.address,
-        )
+        fields = same_fields(member, inference_pb2.NodeInfo) | {
+            "role": member.role.value,
+            "is_ready": engine is not None and engine.is_ready,
+            "links": () if engine is None else sorted(engine.load.links),
+        }
+        return inference_pb2.NodeInfo(**fields)
 
 
 def check_names(names: Sequence[str]) -> None:

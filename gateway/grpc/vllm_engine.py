@@ -27,8 +27,8 @@ from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
 from ..engines.prompt_router import why_not_ready
 from ..security.accepted_keys import AcceptedKeys
-from ..security.caller import INFER, METRICS, Caller
-from .service import Context, call_options, caller_of, errors_as_status, send_node_names
+from ..security.caller import INFER, METRICS
+from .service import Context, GrpcFront, call_options, send_node_names
 from .vllm_wire import Answer, request_from_vllm
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
@@ -42,34 +42,31 @@ _ZIP_CHUNK_BYTES = 256 << 10
 add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
 
 
-class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
+class VllmEngineService(GrpcFront, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
     """The service; the whole deployment is one engine."""
 
     def __init__(self, door: FrontDoor, keys: AcceptedKeys | None, table: EngineTable) -> None:
-        self._door = door
-        self._keys = keys
+        super().__init__(door, keys)
         self._table = table
         self._config = read_json(door.model.model_dir / "config.json")
         self._started_s = time.monotonic()
 
     async def Generate(self, wire: Any, context: Context) -> None:
         await self._door.arrivals.take()
-        async with errors_as_status(context):
-            caller = self._caller(context)
-            request = request_from_vllm(wire)
-            async with self._door.generate(request, caller, **call_options(context)) as generation:
-                prompt = generation.record.request.prompt_token_ids
-                samples = range(generation.record.request.options.n)
-                answers = [Answer(prompt, wire.stream) for _ in samples]
-                async for chunk in generation.chunks():
-                    if chunk.result is not None:
-                        send_node_names(context, chunk.result)
-                    for message in answers[chunk.sample_index].messages(chunk):
-                        await context.write(message)
+        caller = self._caller(context)
+        request = request_from_vllm(wire)
+        async with self._door.generate(request, caller, **call_options(context)) as generation:
+            prompt = generation.record.request.prompt_token_ids
+            samples = range(generation.record.request.options.n)
+            answers = [Answer(prompt, wire.stream) for _ in samples]
+            async for chunk in generation.chunks():
+                if chunk.result is not None:
+                    send_node_names(context, chunk.result)
+                for message in answers[chunk.sample_index].messages(chunk):
+                    await context.write(message)
 
     async def Abort(self, wire: Any, context: Context) -> Any:
-        async with errors_as_status(context):
-            self._door.abort(wire.request_ids, self._caller(context))
+        self._door.abort(wire.request_ids, self._caller(context))
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(self, wire: Any, context: Context) -> Any:
@@ -78,8 +75,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         return vllm_engine_pb2.HealthCheckResponse(healthy=not reason, message=reason or "ready")
 
     async def GetModelInfo(self, wire: Any, context: Context) -> Any:
-        async with errors_as_status(context):
-            self._check_may_use_model(context)
+        self._check_may_use_model(context)
         limits, model, config = self._door.limits, self._door.model, self._config
         return vllm_engine_pb2.GetModelInfoResponse(
             model_path=limits.model,  # no path of this host's: GetTokenizer gives what is needed
@@ -97,8 +93,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         )
 
     async def GetServerInfo(self, wire: Any, context: Context) -> Any:
-        async with errors_as_status(context):
-            self._check_may_use_model(context)
+        self._check_may_use_model(context)
         engines = list(self._table.engines.values())
         return vllm_engine_pb2.GetServerInfoResponse(
             server_type="vllm-grpc",
@@ -111,8 +106,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def GetLoads(self, wire: Any, context: Context) -> Any:
         """The load of all engines as one: running requests of decode engines, waiting ones of
         all."""
-        async with errors_as_status(context):
-            self._caller(context).check_scope(METRICS)
+        self._caller(context).check_scope(METRICS)
         return vllm_engine_pb2.GetLoadsResponse(
             timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
             version=version(),
@@ -122,23 +116,19 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     async def GetTokenizer(self, wire: Any, context: Context) -> None:
         """A zip of the model's text files, in pieces; the last one carries its hash."""
-        async with errors_as_status(context):
-            self._check_may_use_model(context)
-            data = await asyncio.to_thread(_zipped, self._door.model.model_dir)
-            for first in range(0, len(data), _ZIP_CHUNK_BYTES):
-                piece = data[first : first + _ZIP_CHUNK_BYTES]
-                is_last = first + len(piece) == len(data)
-                digest = hashlib.sha256(data).hexdigest() if is_last else ""
-                await context.write(common_pb2.GetTokenizerChunk(data=piece, sha256=digest))
+        self._check_may_use_model(context)
+        data = await asyncio.to_thread(_zipped, self._door.model.model_dir)
+        for first in range(0, len(data), _ZIP_CHUNK_BYTES):
+            piece = data[first : first + _ZIP_CHUNK_BYTES]
+            is_last = first + len(piece) == len(data)
+            digest = hashlib.sha256(data).hexdigest() if is_last else ""
+            await context.write(common_pb2.GetTokenizerChunk(data=piece, sha256=digest))
 
     async def _unimplemented(self, wire: Any, context: Context) -> None:
         """Methods that smg calls but does not need, like the events of prefix caches."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Baton has no such method")
 
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _unimplemented
-
-    def _caller(self, context: Context) -> Caller:
-        return caller_of(context, self._keys, self._door)
 
     def _check_may_use_model(self, context: Context) -> None:
         """Raises Unauthenticated, PermissionDenied, ModelNotFound."""

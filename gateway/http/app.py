@@ -116,14 +116,9 @@ class HttpServer:
         self, connections: Connections, port: int, flag: str, is_shared: bool = False
     ) -> int:
         """Returns the port that was bound."""
-        loop = asyncio.get_running_loop()
         try:
-            server = await loop.create_server(
-                connections,
-                self._host,
-                port,
-                backlog=_BACKLOG,
-                reuse_port=is_shared or None,
+            server = await asyncio.get_running_loop().create_server(
+                connections, self._host, port, backlog=_BACKLOG, reuse_port=is_shared or None
             )
         except OSError as error:
             raise StartupFailed(

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from aiohttp import web
 
-from ...core.request.json_fields import STRING, FieldKind
-from .generate.request_fields import read_body
+from ...core.request.json_fields import STRING
+from .generate.request_fields import Body
 from .protocol.app_state import APP_STATE
 
 ROUTES = web.RouteTableDef()
 
-LOAD_FIELDS: Mapping[str, FieldKind] = {"lora_name": STRING, "lora_path": STRING}
-UNLOAD_FIELDS: Mapping[str, FieldKind] = {"lora_name": STRING}
+LOAD = Body({"lora_name": STRING, "lora_path": STRING}, ("lora_name", "lora_path"), {})
+UNLOAD = Body({"lora_name": STRING}, ("lora_name",), {})
 
 
 @ROUTES.post("/v1/load_lora_adapter")
 async def load(request: web.Request) -> web.Response:
     """Serve a LoRA adapter under a name, from a folder on every engine's host."""
-    found = await read_body(request, LOAD_FIELDS, (*LOAD_FIELDS,), {})
+    found = await LOAD.read(request)
     name = found["lora_name"]
     await request.app[APP_STATE].door.adapters.load(name, found["lora_path"])
     return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
@@ -28,6 +26,6 @@ async def load(request: web.Request) -> web.Response:
 @ROUTES.post("/v1/unload_lora_adapter")
 async def unload(request: web.Request) -> web.Response:
     """Stop serving a LoRA adapter; running requests are completed."""
-    name = (await read_body(request, UNLOAD_FIELDS, ("lora_name",), {}))["lora_name"]
+    name = (await UNLOAD.read(request))["lora_name"]
     request.app[APP_STATE].door.adapters.unload(name)
     return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")

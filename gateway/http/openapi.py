@@ -16,11 +16,12 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct
 
-from ...core.request.json_fields import FieldKind, Schema, nullable
+from ...core.request.json_fields import Schema, nullable
 from ...core.version import version
 from . import lora_adapters, tokenization
 from .chat import chat
 from .generate import completions
+from .generate.request_fields import Body
 from .protocol import answers
 from .protocol.answers import json_text
 from .protocol.app_state import APP_STATE
@@ -38,66 +39,41 @@ _ADAPTER_ERRORS = (400, 401, 403, 404, 503)
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The description of a route. `fields`, `required`: of the request's body; `answer` None: a
-    line of text."""
+    """The description of a route. `answer` None: a line of text."""
 
     answer: type[Struct] | None
-    fields: Mapping[str, FieldKind] | None = None
-    required: Sequence[str] = ()
+    body: Body | None = None
     event: type[Struct] | None = None
     statuses: Sequence[int] | None = None
 
     @property
     def errors(self) -> Sequence[int]:
         """`statuses`, or the defaults of routes with and without a body."""
-        return self.statuses or (_READ_ERRORS if self.fields is None else _CALL_ERRORS)
+        return self.statuses or (_READ_ERRORS if self.body is None else _CALL_ERRORS)
 
 
 OPERATIONS: Mapping[str, Operation] = {
-    "/v1/completions": Operation(
-        answers.Completion,
-        completions.FIELDS,
-        completions.REQUIRED,
-        event=answers.Completion,
-    ),
+    "/v1/completions": Operation(answers.Completion, completions.BODY, answers.Completion),
     "/v1/chat/completions": Operation(
-        answers.ChatCompletion,
-        chat.FIELDS,
-        chat.REQUIRED,
-        event=answers.ChatCompletionChunk,
+        answers.ChatCompletion, chat.BODY, answers.ChatCompletionChunk
     ),
     "/v1/responses": Operation(
-        response_items.ResponseBody,
-        response_input.FIELDS,
-        response_input.REQUIRED,
-        event=response_items.Event,
+        response_items.ResponseBody, response_input.BODY, response_items.Event
     ),
     "/v1/responses/{response_id}": Operation(
         response_items.ResponseBody, statuses=(400, *_READ_ERRORS)
     ),
     "DELETE /v1/responses/{response_id}": Operation(response_items.DeletedResponse),
     "/v1/messages": Operation(
-        message_blocks.MessageBody,
-        message_input.FIELDS,
-        message_input.REQUIRED,
-        event=message_blocks.MessageEvent,
+        message_blocks.MessageBody, message_input.BODY, message_blocks.MessageEvent
     ),
     "/v1/messages/count_tokens": Operation(
-        message_blocks.MessageTokens,
-        message_input.COUNTED,
-        message_input.COUNTED_REQUIRED,
+        message_blocks.MessageTokens, message_input.COUNTED_BODY
     ),
-    "/tokenize": Operation(answers.Tokens, tokenization.TOKENIZE_FIELDS),
-    "/detokenize": Operation(answers.Text, tokenization.DETOKENIZE_FIELDS, ("tokens",)),
-    "/v1/load_lora_adapter": Operation(
-        None,
-        lora_adapters.LOAD_FIELDS,
-        (*lora_adapters.LOAD_FIELDS,),
-        statuses=_ADAPTER_ERRORS,
-    ),
-    "/v1/unload_lora_adapter": Operation(
-        None, lora_adapters.UNLOAD_FIELDS, ("lora_name",), statuses=_ADAPTER_ERRORS
-    ),
+    "/tokenize": Operation(answers.Tokens, tokenization.TOKENIZE_BODY),
+    "/detokenize": Operation(answers.Text, tokenization.DETOKENIZE_BODY),
+    "/v1/load_lora_adapter": Operation(None, lora_adapters.LOAD, statuses=_ADAPTER_ERRORS),
+    "/v1/unload_lora_adapter": Operation(None, lora_adapters.UNLOAD, statuses=_ADAPTER_ERRORS),
     "/v1/models": Operation(answers.ModelList),
     "/v1/models/{model}": Operation(answers.Model),
     "/server_info": Operation(answers.ServerInfo),
@@ -157,8 +133,8 @@ def _operation(route: web.AbstractRoute, path: str, models: Sequence[str]) -> di
         body["responses"]["503"] = {"description": "Not ready", "content": content}
     for status in known.errors:
         body["responses"][str(status)] = _error(status)
-    if known.fields is not None:
-        schema = _body_schema(known.fields, known.required, models)
+    if known.body is not None:
+        schema = _body_schema(known.body, models)
         body["requestBody"] = {"required": True, "content": _json_content(schema)}
     return body
 
@@ -188,14 +164,12 @@ def _error(status: int) -> dict[str, Any]:
     return {"description": HTTPStatus(status).phrase, "content": _json_content(_ref(answers.Error))}
 
 
-def _body_schema(
-    fields: Mapping[str, FieldKind], required: Sequence[str], models: Sequence[str]
-) -> Schema:
+def _body_schema(body: Body, models: Sequence[str]) -> Schema:
+    schemas = {name: kind.schema for name, kind in body.fields.items()}
+    if "lora_name" not in schemas:
+        schemas["model"] = {"enum": [*models]}
     properties = {
-        name: kind.schema if name in required else nullable(kind.schema)
-        for name, kind in fields.items()
+        name: schema if name in body.required else nullable(schema)
+        for name, schema in schemas.items()
     }
-    served: Schema = {"enum": [*models]}
-    if "lora_name" not in fields:
-        properties["model"] = served if "model" in required else nullable(served)
-    return {"type": "object", "properties": properties, "required": list(required)}
+    return {"type": "object", "properties": properties, "required": list(body.required)}

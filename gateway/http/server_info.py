@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from ...core.errors import ModelNotFound
 from ...core.membership import Member
 from ...core.version import version
 from ..engines.prompt_router import why_not_ready
@@ -53,9 +52,7 @@ async def models(request: web.Request) -> web.Response:
 async def model(request: web.Request) -> web.Response:
     """The model, or an adapter of it, by its name."""
     parts, wanted = request.app[APP_STATE], request.match_info["model"]
-    names = (parts.door.model.limits.model, *parts.door.adapters.adapters)
-    if wanted not in names or not request[CALLER].may_use(wanted):
-        raise ModelNotFound(f"The model `{wanted[:64]}` does not exist.", param="model")
+    parts.door.check_model(request[CALLER], wanted)
     return answer(_model(parts, wanted))
 
 

@@ -15,7 +15,7 @@ from .chat.chat_model import prepare
 from .chat.chat_template import ENDINGS, VARIABLES
 from .chat.messages import MESSAGES
 from .chat.tools import TOOLS
-from .generate.request_fields import read_body, require
+from .generate.request_fields import Body, require
 from .protocol.answers import Text, Tokens, answer, json_text
 from .protocol.app_state import APP_STATE, CALLER
 
@@ -23,7 +23,7 @@ ROUTES = web.RouteTableDef()
 
 _WRITTEN_AT_ONCE = 4096  # more ids are written on a thread, so as not to delay other calls
 
-TOKENIZE_FIELDS: Mapping[str, FieldKind] = {
+_TOKENIZE: Mapping[str, FieldKind] = {
     "model": STRING,
     "prompt": STRING,
     "messages": MESSAGES,
@@ -33,13 +33,14 @@ TOKENIZE_FIELDS: Mapping[str, FieldKind] = {
     "add_special_tokens": BOOLEAN,
     "return_token_strs": BOOLEAN,
 }
-DETOKENIZE_FIELDS: Mapping[str, FieldKind] = {"model": STRING, "tokens": TOKEN_IDS}
+TOKENIZE_BODY = Body(_TOKENIZE)
+DETOKENIZE_BODY = Body({"model": STRING, "tokens": TOKEN_IDS}, ("tokens",))
 
 
 @ROUTES.post("/tokenize")
 async def tokenize(request: web.Request) -> web.Response:
     """A prompt's text or a chat's messages as token ids."""
-    found = await read_body(request, TOKENIZE_FIELDS, ())
+    found = await TOKENIZE_BODY.read(request)
     door = request.app[APP_STATE].door
     if "messages" in found:
         if "prompt" in found:
@@ -71,7 +72,7 @@ async def tokenize(request: web.Request) -> web.Response:
 @ROUTES.post("/detokenize")
 async def detokenize(request: web.Request) -> web.Response:
     """Token ids as text, special tokens left out."""
-    found = await read_body(request, DETOKENIZE_FIELDS, ("tokens",))
+    found = await DETOKENIZE_BODY.read(request)
     door, model = request.app[APP_STATE].door, found.get("model", "")
     ids, caller = found["tokens"], request[CALLER]
     text = await text_calls.detokenize(door, model, ids, caller, param="tokens")

@@ -59,27 +59,21 @@ class EngineSteps:
     def is_left(self) -> bool:
         return self.is_withdrawn or self.load > BROKEN
 
-    def with_one(self, num_tokens: int) -> EngineSteps:
-        """The engine with one more request, with a context of `num_tokens`."""
+    def changed(self, num_requests: int, num_tokens: int) -> EngineSteps:
+        """The engine with one request more (1) or fewer (-1), whose contexts have `num_tokens` more
+        or fewer together."""
+        num_decodes = max(0, self.decodes.num_decodes + num_requests)
+        keys = max(0, self.decodes.keys + num_tokens)
         return replace(
             self,
-            decodes=_changed(self.decodes, 1, num_tokens),
-            num_places=self.num_places - 1,
+            decodes=StepShape(num_decodes=num_decodes, keys=keys),
+            num_places=self.num_places - num_requests,
             room_tokens=self.room_tokens - num_tokens,
         )
 
-    def without(self, num_tokens: int) -> EngineSteps:
-        """The engine without one of its requests, with a context of `num_tokens`."""
-        return replace(self, decodes=_changed(self.decodes, -1, -num_tokens))
-
     def keeps_promise_with(self, num_tokens: int) -> bool:
         has_room = self.num_places > 0 and self.room_tokens >= num_tokens
-        return self.takes_more and has_room and self.with_one(num_tokens).load <= KEPT
-
-
-def _changed(shape: StepShape, num_decodes: int, keys: int) -> StepShape:
-    num_decodes = max(0, shape.num_decodes + num_decodes)
-    return StepShape(num_decodes=num_decodes, keys=max(0, shape.keys + keys))
+        return self.takes_more and has_room and self.changed(1, num_tokens).load <= KEPT
 
 
 class PlannedMove(NamedTuple):
@@ -104,8 +98,8 @@ def choose_moves(engines: Iterable[EngineSteps], chance: random.Random) -> list[
             target = _target(known.values(), source, num_tokens, chance)
             if target is not None:
                 found.append(PlannedMove(request_id, source.incarnation, target.incarnation))
-                known[target.incarnation] = target.with_one(num_tokens)
-                source = source.without(num_tokens)
+                known[target.incarnation] = target.changed(1, num_tokens)
+                source = source.changed(-1, -num_tokens)
     return found
 
 

@@ -16,18 +16,18 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
 from ...core.membership import Role
 from ...core.ports import Clock
 from ...core.step_cost import StepCost
-from ...prefix_index.prefix_sources import Fetch, Holders
+from ...prefix_index.prefix_sources import Fetch
 from ..engines.engine_account import EngineAccount
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
 from ..request.engine_link import Avoid, Route
-from ..request.move import begin_move, movable_from
+from ..request.move import Moves
 from ..request.session import Session
 from ..request.session_table import SessionTable
 from ..request.setbacks import setbacks_of
@@ -111,7 +111,7 @@ class RequestMover:
         """Dispatch the request to the target, if that can pull KV from the source."""
         source, target = (self._table.engines[name] for name in (move.source, move.target))
         num_tokens = session.demand.num_tokens
-        fetch = self._fetch(source, target, num_tokens)
+        fetch = _fetch(source, target, num_tokens)
         if fetch is None:
             return
         until_s = self._clock.monotonic_s() + _REST_S
@@ -128,20 +128,18 @@ class RequestMover:
         alike = [e for e in self._table.engines.values() if e.fingerprint == engine.fingerprint]
         return _served(movable.get(engine.incarnation, ()), by=alike)
 
-    @staticmethod
-    def _fetch(source: LinkedEngine, target: LinkedEngine, num_tokens: int) -> Fetch | None:
-        """A fetch of all full blocks of the request: KV exists for all tokens but the last. None
-        where the two have no measured link: a streaming request does not wait for a new one."""
-        size = source.member.block_size
-        cached = {source.incarnation: (num_tokens - 1) // size * size}
-        rates = {
-            puller.incarnation: {peer.incarnation: rate}
-            for puller, peer in ((target, source), (source, target))
-            if (rate := puller.load.link_gbytes_per_s.get(peer.incarnation))
-        }
-        token_bytes = target.block_bytes / size
-        holders = Holders.of(cached, rates, unmeasured=None)
-        return holders.best_fetch(target.incarnation, 0, token_bytes)
+
+def _fetch(source: LinkedEngine, target: LinkedEngine, num_tokens: int) -> Fetch | None:
+    """A fetch of all full blocks of the request: KV exists for all tokens but the last. None where
+    the two have no measured link: a streaming request does not wait for a new one."""
+    there, back = target.load.link_gbytes_per_s, source.load.link_gbytes_per_s
+    rate = there.get(source.incarnation) or back.get(target.incarnation)
+    size = source.member.block_size
+    num_blocks = (num_tokens - 1) // size
+    if not rate or not num_blocks:
+        return None
+    num_bytes = num_blocks * target.welcome.block_bytes
+    return Fetch.over(rate, source.incarnation, num_blocks * size, num_bytes)
 
 
 def movable_by_engine(sessions: Iterable[Session], now_s: float) -> dict[str, list[Session]]:
@@ -151,6 +149,29 @@ def movable_by_engine(sessions: Iterable[Session], now_s: float) -> dict[str, li
         if (incarnation := movable_from(session, now_s)) is not None:
             found.setdefault(incarnation, []).append(session)
     return found
+
+
+def movable_from(session: Session, now_s: float) -> str | None:
+    """The engine that the request decodes on, if it may be moved from there now: the engine goes on
+    by itself, and nothing is in doubt."""
+    attempt, moves, setbacks = session.attempt, session.moves, session.setbacks
+    if attempt is None or not attempt.is_handed_over or attempt.finish_reason or attempt.doubt:
+        return None
+    is_suspect = setbacks is not None and setbacks.is_suspect
+    may_move = session.is_alone and session.num_outputs and not is_suspect
+    is_time = moves is None or moves.may_begin(now_s)
+    return attempt.pair[1] if may_move and is_time else None
+
+
+def begin_move(
+    session: Session, route: Route, now_s: float, on_over: Callable[[str], None]
+) -> None:
+    """Begin to move it to another engine of its model; requires that it is `movable_from` one."""
+    assert session.attempt is not None
+    assert route.decode.fingerprint == session.attempt.route.decode.fingerprint
+    if session.moves is None:
+        session.moves = Moves(session)
+    session.moves.begin(route, session.attempt, now_s, on_over)
 
 
 def _beside_decodes_since_s(session: Session) -> float | None:
@@ -177,7 +198,7 @@ def _served(sessions: Iterable[Session], by: Collection[LinkedEngine]) -> list[S
     """The sessions that all these engines can serve: constraints, adapters, context lengths."""
     can_constrain = all(engine.member.can_constrain for engine in by)
     shortest = min((engine.member.max_model_len for engine in by), default=0)
-    has_adapters = all(engine.max_loras for engine in by)
+    has_adapters = all(engine.welcome.max_loras for engine in by)
     return [
         session
         for session in sessions
@@ -203,7 +224,7 @@ def _steps_of(
         return None
     speed = engine.account.speed
     ahead_s = engine.account.tokens_ahead * speed.token_s if speed is not None else 0.0
-    num_places = (engine.max_num_seqs or 1 << 16) - engine.account.num_requests
+    num_places = (engine.welcome.max_num_seqs or 1 << 16) - engine.account.num_requests
     is_free = load.takes_whole and not load.is_draining and ahead_s <= _MOST_AHEAD_S
     return EngineSteps(
         engine.incarnation,

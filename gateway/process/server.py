@@ -255,7 +255,7 @@ class Gateway:
 
     async def _becomes_idle(self, timeout_s: float, hurry: asyncio.Event | None = None) -> bool:
         """Whether all requests ended before the timeout and before `hurry` was set."""
-        idle = asyncio.create_task(self._sessions.wait_idle())
+        idle = asyncio.create_task(self._sessions.is_idle.wait())
         hurried = asyncio.create_task((hurry or asyncio.Event()).wait())
         done, pending = await asyncio.wait(
             {idle, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED

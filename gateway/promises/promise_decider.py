@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from operator import add
 from statistics import fmean
 
 from ...core.membership import Role
@@ -20,7 +21,7 @@ from ...core.ports import Clock
 from ...core.step_cost import StepCost
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import MEASURED_ROWS, LinkedEngine
-from ..engines.reported_load import ReportedLoad
+from ..engines.reported_load import STEP_TOKENS, ReportedLoad
 from .promises import EnginePromise, Mix, Target, choose_num_pure, plan_moves
 
 SPAN_S = 4.0  # over which the load is averaged, at least
@@ -29,7 +30,6 @@ _CHANCE = 2.5  # standard deviations from the expected load: beyond them, the lo
 _LEAST_SPAN_S = 1.5  # for which an engine must be known before it counts
 _DRAIN_S = 5.0  # in which prompts that wait too long should be computed
 _CONFIRM_S = 2.0  # for which more (or fewer) must be wanted before an order is sent
-_STEP_TOKENS = 2048  # prompt tokens of a step, where no engine reports them
 
 _BESIDE_DECODES = ("key_s", "mixed_s", "mixed_pair_s")  # step costs that prompts alone do not show
 
@@ -41,11 +41,11 @@ class _Rates:
     """Per second, what a group of engines computed, and the growth of their waiting prompt tokens.
     `num_prompts`: the number of prompts over the whole span."""
 
+    num_prompts: int
     prompts: float
     prompt_tokens: float
     decode_tokens: float
     waiting_tokens: float
-    num_prompts: int
 
     @property
     def mean_size(self) -> float:
@@ -116,8 +116,7 @@ class LoadMeter:
 
     def _rates(self, engines: Sequence[LinkedEngine], span_s: float) -> _Rates:
         """Over the last `span_s` seconds, of the engines that are known for long enough."""
-        prompts = prompt_tokens = decode_tokens = waiting_tokens = 0.0
-        num_prompts = 0
+        per_s, num_prompts = [0.0] * 4, 0
         for engine in engines:
             seen = self._seen.get(engine.incarnation)
             if not seen or seen[-1][0] - seen[0][0] < _LEAST_SPAN_S:
@@ -127,10 +126,9 @@ class LoadMeter:
             starts = zip(seen, behind, strict=False)
             began_s, first = next(one for one, after in starts if ended_s - after[0] < span_s)
             more = [(b - a) / (ended_s - began_s) for a, b in zip(first, last, strict=True)]
-            prompts, prompt_tokens = prompts + more[0], prompt_tokens + more[1]
-            decode_tokens, waiting_tokens = decode_tokens + more[2], waiting_tokens + more[3]
+            per_s = [*map(add, per_s, more)]
             num_prompts += last[0] - first[0]
-        return _Rates(prompts, prompt_tokens, decode_tokens, waiting_tokens, num_prompts)
+        return _Rates(num_prompts, *per_s)
 
 
 @dataclass(eq=False)
@@ -176,7 +174,7 @@ class PromiseDecider:
 
     def _orders_of(self, engines: list[LinkedEngine]) -> dict[str, float | None]:
         """The orders for the ready engines of one model."""
-        own = {e.incarnation: e.own_target_s for e in engines if e.own_target_s > 0}
+        own = {e.incarnation: e.welcome.tbt_target_s for e in engines if e.welcome.tbt_target_s > 0}
         found: dict[str, float | None] = {}
         movable: list[EnginePromise] = []
         num_others = 0
@@ -212,8 +210,8 @@ class PromiseDecider:
         names = {engine.incarnation for engine in movable}
         movers = [e for e in engines if e.incarnation in names]
         chunk = max((e.load.step_tokens for e in movers), default=0)
-        target_s = min(engine.own_target_s for engine in movers)
-        target = Target(target_s, self.ttft_s, chunk or _STEP_TOKENS)
+        target_s = min(engine.welcome.tbt_target_s for engine in movers)
+        target = Target(target_s, self.ttft_s, chunk or STEP_TOKENS)
         wanted = choose_num_pure(cost, mix, target, len(movable), num_others, now)
         return wanted if self._is_confirmed(engines[0].fingerprint, wanted - now) else now
 

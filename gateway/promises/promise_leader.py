@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
 
+from ...cluster.lease import RedisLease
 from .promise_decider import PromiseDecider
 
 log = logging.getLogger(__name__)
@@ -19,21 +19,10 @@ PERIOD_S = 0.5
 LEASE_S = 3.0
 
 
-class Lease(Protocol):
-    """`cluster.lease.RedisLease`. `epoch`: None unless the lease is certainly held."""
-
-    @property
-    def epoch(self) -> int | None: ...
-
-    async def take(self, least_epoch: int) -> int | None: ...
-
-    async def close(self) -> None: ...
-
-
 class PromiseLeader:
     """The leader election of one gateway. `name`: a random id for the life of the process."""
 
-    def __init__(self, decider: PromiseDecider, lease: Lease, name: str) -> None:
+    def __init__(self, decider: PromiseDecider, lease: RedisLease, name: str) -> None:
         self._decider = decider
         self._lease = lease
         self._name = name
@@ -57,7 +46,7 @@ class PromiseLeader:
         """Look once, and send the orders if this gateway holds the lease."""
         self._decider.look()
         engines = self._decider.table.engines
-        if not any(engine.own_target_s for engine in engines.values()):
+        if not any(engine.welcome.tbt_target_s for engine in engines.values()):
             return  # no engine can promise anything
         epoch = await self._lease.take(self._decider.least_epoch(self._name))
         if self._is_leading != (epoch is not None):

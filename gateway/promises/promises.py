@@ -9,13 +9,12 @@ computes prompts in full steps, for other engines to decode.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
-from ..engines.reported_load import prompt_speed
+from ..engines.reported_load import decodes_within, prompt_speed
 
 LEAST_GAIN = 0.05  # in the share of good requests, to change the number of engines
 MARGIN = 1.1  # times the measured requests, for which the best number is chosen
@@ -24,7 +23,6 @@ HEAVIER = 1.3  # times the prompt tokens per second, with the same decodes
 LEAST_PROMPTS = 12  # that must have arrived before engines promise again
 _LEAST_LOSS = 0.01  # a smaller loss counts as none
 HOLD_S = 5.0  # for which a promise stays at least
-_MANY_DECODES = 1 << 16
 _MANY_COUNTS = 12  # about so many numbers of engines are tried first
 _LATE = 0.2  # weight of a request that is served, but too late
 _RATE_STEP = 0.04  # grid step of the logarithm of a rate of decode tokens
@@ -65,7 +63,7 @@ class GoodShares:
     def __init__(self, cost: StepCost, mix: Mix, target: Target, num_engines: int) -> None:
         self._cost, self._mix, self._target = cost, mix, target
         self._num_engines = num_engines
-        self._decodes_each = _decodes_within(cost, mix.context, target.tbt_s)
+        self._decodes_each = decodes_within(cost, mix.context, target.tbt_s)
         self._pure_each_per_s = _pure_tokens_per_s(cost, mix, target)
         speed = prompt_speed(cost, target.chunk, StepShape(), None)
         self._alone_s = speed.prompt_seconds(max(1, int(mix.prompt_tokens)), 0)
@@ -128,15 +126,6 @@ class GoodShares:
             return 0.0
         prompts_per_s = total_per_s / max(self._mix.prompt_tokens, 1.0)
         return 1 - load * math.exp(-2 * (1 - load) * prompts_per_s * left_s)
-
-
-def _decodes_within(cost: StepCost, context: float, seconds: float) -> int:
-    """The most decodes of a step that takes no longer than `seconds`."""
-
-    def takes_s(num: int) -> float:
-        return cost.seconds(StepShape(num_decodes=num, keys=int(num * context)))
-
-    return bisect_right(range(1, _MANY_DECODES), seconds, key=takes_s)
 
 
 def _decode_step_s(cost: StepCost, mix: Mix, target: Target, outputs_per_s: float) -> float:

@@ -3,9 +3,8 @@ Makes the engines' request for what is still missing behind the tokens so far.""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from ...core.errors import BatonError
 from ...core.ports import Clock
 from ...core.request.request import FinishReason, Request
 from ...core.request.timeline import TERMINAL, Event, Stamp
@@ -18,37 +17,32 @@ from .prompt_scores import PromptScores
 GATEWAY = "gateway"
 
 
+@dataclass(slots=True, eq=False)
 class Answer:
     """The output of one session. `output_ids`: the tokens so far; `matched_stop`: the stop string
     or stop token id that ended them; `transfer`: the hand-off of their KV, once it is over."""
 
-    def __init__(
-        self,
-        request_id: str,
-        request: ValidatedRequest,
-        text: TextStream,
-        sink: ChunkSink,
-        arrived_unix_ns: int,
-        clock: Clock,
-        sample_index: int,
-    ) -> None:
-        self.output_ids: list[int] = []
-        self.matched_stop: int | str | None = None
-        self.text = text
-        self.prompt_scores: PromptScores | None = None  # of the first sample, if requested
-        if request.sampling.prompt_logprobs is not None and not sample_index:
-            self.prompt_scores = PromptScores(len(request.prompt_token_ids))
-        self.timeline = [Stamp(Event.ARRIVED, arrived_unix_ns, GATEWAY)]
-        self.request_id = request_id
-        self.request = request
-        self.sample_index = sample_index
-        self._sink = sink
-        self._clock = clock
-        self._cached_tokens = 0
-        self.transfer: TransferSummary | None = None
+    request_id: str
+    request: ValidatedRequest
+    text: TextStream
+    sink: ChunkSink
+    clock: Clock
+    arrived_unix_ns: int
+    sample_index: int = 0
+    output_ids: list[int] = field(default_factory=list)
+    matched_stop: int | str | None = None
+    prompt_scores: PromptScores | None = None  # of the first sample, if requested
+    transfer: TransferSummary | None = None
+    _cached_tokens: int = 0
+    timeline: list[Stamp] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.timeline = [Stamp(Event.ARRIVED, self.arrived_unix_ns, GATEWAY)]
+        if self.request.sampling.prompt_logprobs is not None and not self.sample_index:
+            self.prompt_scores = PromptScores(len(self.request.prompt_token_ids))
 
     def stamp(self, event: Event) -> None:
-        self.timeline.append(Stamp(event, self._clock.unix_ns(), GATEWAY))
+        self.timeline.append(Stamp(event, self.clock.unix_ns(), GATEWAY))
 
     @property
     def lacks_scores(self) -> bool:
@@ -88,25 +82,21 @@ class Answer:
         """Send one token of a text without stop strings; False: the client reads too slowly."""
         self.output_ids.append(token_id)
         text = self.text.next(token_id)
-        return self._sink.emit(OutputChunk(text, (token_id,), index, None, self.sample_index))
+        return self.sink.emit(OutputChunk(text, (token_id,), index, None, self.sample_index))
 
     def add(self, tokens: list[OutputToken]) -> OutputChunk:
-        """Add the next tokens. Returns the chunk for `send` or `finish`: up to the end of the first
-        stop string, if there is one."""
-        piece = self.text.feed([token_id for token_id, _ in tokens])
-        shown, index = tokens[: piece.num_tokens], len(self.output_ids)
+        """Add the next tokens. Returns the chunk for the sink or `finish`: up to the end of the
+        first stop string, if there is one."""
+        text, num_tokens, stop = self.text.feed([token_id for token_id, _ in tokens])
+        shown, index = tokens[:num_tokens], len(self.output_ids)
         token_ids = tuple([token_id for token_id, _ in shown])
         self.output_ids += token_ids
         logprobs = tuple([logprobs for _, logprobs in shown if logprobs is not None])
-        chunk = OutputChunk(piece.text, token_ids, index, None, self.sample_index, logprobs)
+        chunk = OutputChunk(text, token_ids, index, None, self.sample_index, logprobs)
         if self.prompt_scores is not None and shown and not index:
             chunk.prompt_logprobs = self.prompt_scores.all()
-        self.matched_stop = piece.matched_stop
+        self.matched_stop = stop
         return chunk
-
-    def send(self, chunk: OutputChunk) -> bool:
-        """False: the client reads too slowly."""
-        return not chunk.token_ids or self._sink.emit(chunk)
 
     def finish(
         self,
@@ -137,8 +127,4 @@ class Answer:
             seed=self.request.sampling.seed,
             timeline=tuple(self.timeline),
         )
-        self._sink.emit(chunk)
-
-    def fail(self, error: BatonError) -> None:
-        """Send an error instead of a result."""
-        self._sink.fail(error)
+        self.sink.emit(chunk)

@@ -40,9 +40,9 @@ class Attempt:
     `holders`: the engines that may still hold something of it, by incarnation.
     """
 
-    def __init__(self, number: int, route: Route, answer: Answer, began_s: float) -> None:
+    def __init__(self, number: int, route: Route, answer: Answer) -> None:
         self.number = number
-        self.began_s = began_s
+        self.began_s = answer.clock.monotonic_s()
         self.route = route
         self.pair = (route.prefill.incarnation, route.decode.incarnation)
         self.is_local = self.pair[0] == self.pair[1]  # no KV is handed off
@@ -61,27 +61,23 @@ class Attempt:
     def send(
         self,
         entropy: Entropy,
-        deadline_remaining_s: float,
+        deadline_s: float,
         fork_ids: tuple[str, ...] = (),
         *,
         may_refuse: bool,
     ) -> None:
         """Dispatch to both engines, or to the one."""
         rest = self._answer.rest(self.number, fork_ids, may_refuse=may_refuse)
+        remaining_s = deadline_s - self._answer.clock.monotonic_s()
         ticket = None if self.is_local else Ticket(entropy.new_id(), *self.pair)
         for incarnation, link in self.holders.items():
             is_on_trial = incarnation == self.on_trial
             request = replace(rest, is_on_trial=True) if is_on_trial else rest
-            link.dispatch(request, self.route, ticket, deadline_remaining_s)
+            link.dispatch(request, self.route, ticket, remaining_s)
 
     def expects(self, incarnation: str, attempt: int) -> bool:
         """Whether an output belongs to this attempt."""
         return attempt == self.number and incarnation in self.pair
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether the decode engine, or the one, goes on by itself; nothing is in doubt."""
-        return self.is_handed_over and self.finish_reason is None and self.doubt is None
 
     @property
     def is_complete(self) -> bool:
@@ -113,7 +109,7 @@ class Attempt:
         if output.finish_reason is not None:
             self.close(incarnation)
 
-    def add(self, output: EngineOutput, *, now_s: float) -> list[OutputToken]:
+    def add(self, output: EngineOutput) -> list[OutputToken]:
         """Take an output's tokens; return those now in order. Raises EngineFailed on nonsense."""
         if output.prompt_logprobs:
             if (scores := self._answer.prompt_scores) is None:
@@ -138,7 +134,7 @@ class Attempt:
             self.next_index += 1
         if ends and not self.is_complete:
             what = "a score" if self._answer.lacks_scores else f"token {self.next_index}"
-            self.begin_doubt(EngineFailed(f"{what} was never received"), now_s)
+            self.begin_doubt(EngineFailed(f"{what} was never received"))
         return tokens
 
     def takes_next(self, incarnation: str, number: int, index: int) -> bool:
@@ -159,9 +155,9 @@ class Attempt:
         self.next_index += 1
         return True
 
-    def begin_doubt(self, error: BatonError, now_s: float) -> None:
+    def begin_doubt(self, error: BatonError) -> None:
         """`error` is what the attempt fails with if nothing resolves the doubt."""
-        self.doubt, self.doubt_until_s = error, now_s + _DOUBT_S
+        self.doubt, self.doubt_until_s = error, self._answer.clock.monotonic_s() + _DOUBT_S
 
     def close(self, incarnation: str) -> None:
         """This engine holds nothing of the attempt any more."""

@@ -96,12 +96,7 @@ class DispatchQueue:
                 self._make_eligible(session)
         elif session not in self._counted and session.blocked is not None:
             self._count(session)
-            if session.blocked is Blocked.ENGINE:
-                self._stranded[session] = None
-            elif session.blocked is Blocked.TURN:
-                self._hold(session)
-            else:
-                self._make_eligible(session)
+            self._keep(session)
 
     def remove(self, session: Session) -> None:
         """Remove a session that ended or was dispatched, if it waits here."""
@@ -156,24 +151,29 @@ class DispatchQueue:
             self.has_no_place = True
         else:
             self._eligible.remove(head)
-            if head.blocked is Blocked.TURN:
-                self._hold(head)
-            elif head.blocked is Blocked.ENGINE:
-                self._stranded[head] = None
-                self._release(caller_id)
-            else:
+            if head.blocked is None:
                 self._uncount(head)  # it will try by itself
+            else:
+                self._keep(head)
+            if head.blocked is not Blocked.TURN:
                 self._release(caller_id)
 
     def _make_eligible(self, session: Session) -> None:
         self._has_changed = True
-        add = self._eligible.add_first if session.was_dispatched else self._eligible.add
+        was_dispatched = session.last_attempt is not None  # so its caller was charged for it
+        add = self._eligible.add_first if was_dispatched else self._eligible.add
         add(session, session.request.caller_id, self._counted[session].cost)
 
-    def _hold(self, session: Session) -> None:
-        """Hold a session until the prompts of its caller are computed."""
-        held = self._held.setdefault(session.request.caller_id, [])
-        insort(held, session, key=lambda waiting: self._counted[waiting].order)
+    def _keep(self, session: Session) -> None:
+        """Keep a session by why it was not dispatched."""
+        match session.blocked:
+            case Blocked.ENGINE:
+                self._stranded[session] = None
+            case Blocked.TURN:
+                held = self._held.setdefault(session.request.caller_id, [])
+                insort(held, session, key=lambda waiting: self._counted[waiting].order)
+            case _:
+                self._make_eligible(session)
 
     def _release(self, caller_id: int) -> None:
         """Make the caller's next held session eligible."""
@@ -185,7 +185,7 @@ class DispatchQueue:
     def _count(self, session: Session) -> None:
         demand = session.demand
         cost = demand.num_tokens + SEQUENCE_TOKENS * demand.num_sequences
-        order = not session.was_dispatched, next(self._numbers)
+        order = session.last_attempt is None, next(self._numbers)
         self._counted[session] = _Counted(demand.num_tokens, cost, order)
         share = self.shares.setdefault(session.request.caller_id, CallerShare())
         share.num_requests += 1

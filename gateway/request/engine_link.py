@@ -53,21 +53,13 @@ PlainToken: TypeAlias = tuple[str, int, int, int]
 
 
 class EngineLink(Protocol):
-    """One engine, for as long as its stream lives: linked_engine.LinkedEngine."""
+    """One engine, for as long as its stream lives: linked_engine.LinkedEngine. `heard_s`: when its
+    last heartbeat was received, on the monotonic clock."""
 
-    @property
-    def incarnation(self) -> str: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def heard_s(self) -> float:
-        """When its last heartbeat was received, on the monotonic clock."""
-        ...
+    incarnation: str
+    name: str
+    fingerprint: str
+    heard_s: float
 
     def dispatch(
         self, request: Request, route: Route, ticket: Ticket | None, deadline_remaining_s: float

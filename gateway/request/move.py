@@ -58,13 +58,6 @@ class MovingSession(Protocol):
 
     answer: Answer
     attempt: Attempt | None
-    moves: Moves | None
-
-    @property
-    def is_alone(self) -> bool: ...
-
-    @property
-    def is_suspect(self) -> bool: ...
 
     def dispatch_beside(self, route: Route) -> Attempt:
         """Start another attempt beside the current one, behind the tokens so far."""
@@ -79,34 +72,13 @@ class MovingSession(Protocol):
     def engine_output(self, incarnation: str, output: EngineOutput) -> None: ...
 
 
-def movable_from(session: MovingSession, now_s: float) -> str | None:
-    """The engine that the request decodes on, if it may be moved from there now."""
-    attempt = session.attempt
-    may_move = session.is_alone and session.answer.output_ids and not session.is_suspect
-    if attempt is None or not attempt.is_decoding or not may_move:
-        return None
-    is_time = session.moves is None or session.moves.may_begin(now_s)
-    return attempt.pair[1] if is_time else None
-
-
-def begin_move(
-    session: MovingSession, route: Route, now_s: float, on_over: Callable[[str], None]
-) -> None:
-    """Begin to move it to another engine of its model; requires that it is `movable_from` one."""
-    assert session.attempt is not None
-    assert route.decode.fingerprint == session.attempt.route.decode.fingerprint
-    if session.moves is None:
-        session.moves = Moves(session)
-    session.moves.begin(route, session.attempt, now_s, on_over)
-
-
 class Moves:
     """The moves of one request. `now`: the one in progress."""
 
     def __init__(self, session: MovingSession) -> None:
         self.now: Move | None = None
         self._session = session
-        self._streamed = session.answer.output_ids
+        self._clock, self._streamed = session.answer.clock, session.answer.output_ids
         self._pause_s = MOVE_EVERY_S
         self._may_begin_s = -math.inf
         self._tried: tuple[str, ...] = ()  # engines of the last move, unless it succeeded
@@ -132,7 +104,7 @@ class Moves:
         self._tried = target.pair
         return target, len(self._streamed)
 
-    def take(self, incarnation: str, output: EngineOutput, now_s: float) -> bool:
+    def take(self, incarnation: str, output: EngineOutput) -> bool:
         """Whether the output belonged to the move; else the session handles it as usual."""
         move = self.now
         if move is None:
@@ -147,12 +119,12 @@ class Moves:
                 self._fail(move, "refused" if is_refused else "failed")
             return move.has_source
         try:
-            tokens = move.target.add(output, now_s=now_s)
+            tokens = move.target.add(output)
         except EngineFailed:
             self._fail(move, "failed")
             return True
         if tokens:
-            self._confirm(move, tokens, now_s)
+            self._confirm(move, tokens)
         return True
 
     def _take_of_source(self, move: Move, incarnation: str, output: EngineOutput) -> bool:
@@ -165,14 +137,14 @@ class Moves:
             self._fail(move, "ended")
         return True
 
-    def _confirm(self, move: Move, tokens: list[OutputToken], now_s: float) -> None:
+    def _confirm(self, move: Move, tokens: list[OutputToken]) -> None:
         """Compare the new engine's next tokens with the streamed ones."""
         streamed, start = self._streamed, move.next_index
         known = tokens[: max(0, len(streamed) - start)]
         end = move.next_index = start + len(known)
         num_behind = len(streamed) - end
         if [token_id for token_id, _ in known] != streamed[start:end]:
-            self._try_again(move, "differs", now_s)
+            self._try_again(move, "differs")
         elif not num_behind:
             self.now, self._tried = None, ()
             move.on_over("moved")
@@ -186,17 +158,17 @@ class Moves:
             move.is_catching_up = True
         elif num_behind <= MOST_BEHIND:
             move.is_catching_up = True
-            move.deadline_s = min(move.deadline_s, now_s + CATCH_UP_S)
+            move.deadline_s = min(move.deadline_s, self._clock.monotonic_s() + CATCH_UP_S)
         else:
-            self._try_again(move, "late", now_s)
+            self._try_again(move, "late")
 
-    def _try_again(self, move: Move, how: str, now_s: float) -> None:
+    def _try_again(self, move: Move, how: str) -> None:
         """Begin another round, from the tokens streamed by now; after the last round, fail."""
         if move.num_rounds == _MOST_ROUNDS or not move.has_source:
             self._fail(move, how)
             return
         move.target.cancel()
-        move.is_catching_up, move.deadline_s = False, now_s + LIMIT_S
+        move.is_catching_up, move.deadline_s = False, self._clock.monotonic_s() + LIMIT_S
         self._stream_kept_back(move)
         if self.now is not move:  # the request ended with these
             return

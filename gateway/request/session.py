@@ -28,16 +28,14 @@ from ...core.errors import (
     Overloaded,
     Unavailable,
 )
-from ...core.ports import Clock, Entropy
+from ...core.ports import Entropy
 from ...core.request.request import FinishReason
 from ...core.request.timeline import Event
-from ..text.text_stream import TextStream
-from ..validation.validation import ValidatedRequest
 from .answer import Answer
 from .attempt import Attempt
 from .engine_link import Avoid, Blocked, Demand, EngineOutput, MustWait, Route, Router
 from .move import Moves
-from .output_chunk import ChunkSink, OutputChunk, OutputToken
+from .output_chunk import OutputChunk, OutputToken
 from .setbacks import SessionLimits, Setbacks, setbacks_of
 from .suspects import Suspects
 
@@ -60,29 +58,22 @@ class Session:
 
     def __init__(
         self,
-        request_id: str,
-        request: ValidatedRequest,
-        text: TextStream,
-        sink: ChunkSink,
-        *,
-        arrived_unix_ns: int,
-        deadline_s: float,
+        answer: Answer,
         router: Router,
-        clock: Clock,
         entropy: Entropy,
         limits: SessionLimits,
+        *,
+        deadline_s: float,
         suspects: Suspects | None = None,
-        sample_index: int = 0,
         siblings: Sequence[Session] = (),
     ) -> None:
-        self.answer = Answer(request_id, request, text, sink, arrived_unix_ns, clock, sample_index)
-        self.request = request
-        self.request_id = self.call_id = request_id  # the client knows all samples by one
-        self.clock = clock
+        self.answer = answer
+        self.request, self.clock = answer.request, answer.clock
+        self.request_id = self.call_id = answer.request_id  # the client knows all samples by one
         self.limits = limits
         self.suspects = suspects or Suspects()
         self.blocked: Blocked | None = None
-        self.queue_until_s = clock.monotonic_s() + limits.max_queue_s
+        self.queue_until_s = self.clock.monotonic_s() + limits.max_queue_s
         self.attempt: Attempt | None = None
         self.last_attempt: Attempt | None = None
         self.moves: Moves | None = None
@@ -102,7 +93,7 @@ class Session:
     def engine_output(self, incarnation: str, output: EngineOutput) -> None:
         """Take an output of an engine; one of another attempt is dropped."""
         moves = self.moves
-        if moves is not None and moves.take(incarnation, output, self.clock.monotonic_s()):
+        if moves is not None and moves.take(incarnation, output):
             return
         attempt = self.attempt
         if attempt is None or not attempt.expects(incarnation, output.attempt):
@@ -112,7 +103,7 @@ class Session:
             setbacks_of(self).engine_failed(attempt, incarnation, output.error)
             return
         try:
-            tokens = attempt.add(output, now_s=self.clock.monotonic_s())
+            tokens = attempt.add(output)
         except EngineFailed as error:
             setbacks_of(self).fail_attempt(attempt, error, blamed=incarnation)
         else:
@@ -129,7 +120,7 @@ class Session:
             or (moves is not None and moves.now is not None)
             or (self.setbacks is not None and self.setbacks.is_suspect)
             or not answer.output_ids
-            or answer.text.is_searched
+            or answer.text.search is not None
             or not attempt.takes_next(incarnation, attempt_number, index)
         ):
             return False
@@ -159,11 +150,6 @@ class Session:
     def num_outputs(self) -> int:
         """Tokens so far, also those that the client does not get."""
         return len(self.answer.output_ids)
-
-    @property
-    def was_dispatched(self) -> bool:
-        """Whether it was ever sent to an engine: its caller was charged for it."""
-        return self._num_attempts > 0
 
     @property
     def is_retry(self) -> bool:
@@ -207,8 +193,7 @@ class Session:
         self.fail_attempt(self.attempt, self.attempt.doubt)
 
     def _give_up_waiting(self) -> None:
-        waited_s = self.limits.max_queue_s
-        self.end_badly(Overloaded(f"no engine had room within {waited_s:g} s"))
+        self.end_badly(Overloaded(f"no engine had room within {self.limits.max_queue_s:g} s"))
 
     def try_dispatch(self) -> None:
         """Find engines and dispatch, or go on waiting. Does nothing unless it waits."""
@@ -229,12 +214,7 @@ class Session:
         # An engine may send it back a few times, unless one has taken it before.
         num_refusals = 0 if self.setbacks is None else self.setbacks.num_refusals
         may_refuse = self.num_taken == 1 and not self._siblings and num_refusals < _MAX_REFUSALS
-        attempt.send(
-            self._entropy,
-            self._deadline_s - self.clock.monotonic_s(),
-            fork_ids,
-            may_refuse=may_refuse,
-        )
+        attempt.send(self._entropy, self._deadline_s, fork_ids, may_refuse=may_refuse)
 
     def _find_engines(self) -> Route | None:
         """None: not now. Raises what ends the request: no engine came in time, or its call has
@@ -284,23 +264,17 @@ class Session:
     def dispatch_beside(self, route: Route) -> Attempt:
         """See MovingSession."""
         attempt = self._new_attempt(route)
-        remaining_s = self._deadline_s - self.clock.monotonic_s()
-        attempt.send(self._entropy, remaining_s, may_refuse=True)
+        attempt.send(self._entropy, self._deadline_s, may_refuse=True)
         return attempt
 
     def _new_attempt(self, route: Route) -> Attempt:
         """The next one, which starts behind the tokens so far."""
         self._num_attempts += 1
-        return Attempt(self._num_attempts - 1, route, self.answer, self.clock.monotonic_s())
+        return Attempt(self._num_attempts - 1, route, self.answer)
 
     def fail_attempt(self, attempt: Attempt, error: BatonError) -> None:
         """See MovingSession."""
         setbacks_of(self).fail_attempt(attempt, error)
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether an engine died under it, perhaps because of it."""
-        return self.setbacks is not None and self.setbacks.is_suspect
 
     @property
     def is_alone(self) -> bool:
@@ -316,7 +290,7 @@ class Session:
             self.finish(attempt, FinishReason.STOP, chunk)
         elif attempt.is_complete and attempt.finish_reason is not None:
             self.finish(attempt, attempt.finish_reason, chunk)
-        elif not self.answer.send(chunk):
+        elif chunk.token_ids and not self.answer.sink.emit(chunk):
             self.end_badly(Overloaded(_TOO_SLOW))
 
     def finish(self, attempt: Attempt, reason: FinishReason, chunk: OutputChunk) -> None:
@@ -337,7 +311,7 @@ class Session:
         self._end(Event.CANCELLED if isinstance(error, Cancelled) else Event.FAILED)
         if attempt is not None:
             attempt.cancel()
-        self.answer.fail(error)
+        self.answer.sink.fail(error)
 
     def _end(self, event: Event) -> None:
         assert not self.is_over, "a request ends once"

@@ -20,6 +20,7 @@ from ..text.no_tokenizer import NoTokenizer
 from ..text.text_stream import TextStream
 from ..text.tokenizer import Tokenizer
 from ..validation.validation import ValidatedRequest
+from .answer import Answer
 from .best_of import best_of
 from .dispatch_queue import DispatchQueue
 from .engine_link import EngineOutput, PlainToken
@@ -38,6 +39,7 @@ class SessionTable:
 
     Owns the sessions' only timers, and the limit on requests in flight. The last eighth of that
     limit is for callers with less than their share of it, so that no caller can lock out others.
+    `is_idle`: set while no request is in flight.
     """
 
     def __init__(
@@ -50,8 +52,8 @@ class SessionTable:
         self._timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
         self._num_admitted = 0
         self._admitted: Counter[int] = Counter()  # by caller
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
+        self.is_idle = asyncio.Event()
+        self.is_idle.set()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -74,7 +76,7 @@ class SessionTable:
                 )
         self._num_admitted += 1
         self._admitted[caller_id] += 1
-        self._is_idle.clear()
+        self.is_idle.clear()
 
     def leave(self, caller_id: int = 0) -> None:
         """The call of an admitted request is over."""
@@ -83,11 +85,7 @@ class SessionTable:
         if not self._admitted[caller_id]:
             del self._admitted[caller_id]
         if self._num_admitted == 0:
-            self._is_idle.set()
-
-    async def wait_idle(self) -> None:
-        """Wait until no request is in flight."""
-        await self._is_idle.wait()
+            self.is_idle.set()
 
     def start(self, session: Session) -> None:
         """Add a session; dispatch it at once if there is a place and no other session waits."""
@@ -222,7 +220,10 @@ def sessions_of(
     request: ValidatedRequest,
     tokenizer: Tokenizer | NoTokenizer,
     sink: ChunkSink,
+    clock: Clock,
     entropy: Entropy,
+    *,
+    arrived_unix_ns: int,
     **for_all: Any,
 ) -> list[Session]:
     """One for each sample of a call; the first dispatches for all. `for_all`: see Session."""
@@ -241,16 +242,8 @@ def sessions_of(
             includes_stop=options.include_stop_str_in_output,
             stop_ids=sampling.stop_token_ids,
         )
-        return Session(
-            entropy.new_id(),
-            request,
-            text,
-            sink,
-            entropy=entropy,
-            sample_index=sample_index,
-            siblings=siblings,
-            **for_all,
-        )
+        answer = Answer(entropy.new_id(), request, text, sink, clock, arrived_unix_ns, sample_index)
+        return Session(answer, entropy=entropy, siblings=siblings, **for_all)
 
     siblings = [session(index) for index in range(1, request.num_samples)]
     return [session(0, siblings), *siblings]

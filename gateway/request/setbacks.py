@@ -27,7 +27,7 @@ from ...core.request.request import FinishReason
 from .answer import Answer
 from .attempt import Attempt
 from .engine_link import Avoid, Blocked, EngineLink
-from .move import MovingSession
+from .move import Moves, MovingSession
 from .output_chunk import OutputChunk, UnfinishedRun
 from .suspects import LATE_S, Suspects, Suspicion
 
@@ -61,6 +61,7 @@ class FailingSession(MovingSession, Protocol):
     limits: SessionLimits
     suspects: Suspects
     clock: Clock
+    moves: Moves | None
     last_attempt: Attempt | None
     num_taken: int
     queue_until_s: float
@@ -216,20 +217,19 @@ class Setbacks:
         """Whether the attempt can go on without this engine, perhaps in doubt."""
         attempt.close(incarnation)
         prefill, decode = attempt.pair
-        now_s = self._clock.monotonic_s()
         if incarnation == prefill and not attempt.is_local:
             if not _has_first_token(attempt, self._session.answer):
                 return False
             if not attempt.is_handed_over:
                 if not error.is_retryable or decode not in attempt.holders:
                     return False
-                attempt.begin_doubt(error, now_s)
+                attempt.begin_doubt(error)
             return True
         if attempt.finish_reason is not None:
             return True
         if isinstance(error, Cancelled) and not attempt.is_handed_over:
             error = HandoffFailed("the decode node cancelled its wait for KV")
-            attempt.begin_doubt(error, now_s)
+            attempt.begin_doubt(error)
             return True
         return False
 

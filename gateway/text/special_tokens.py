@@ -99,12 +99,9 @@ class SpecialTokens:
     def named(self, text: str, special_at: Spans) -> tuple[tokenizers.Tokenizer, str]:
         """The tokenizer for the marked text, and the text for it. Raises InvalidRequest."""
         if self.marked is None:
-            raise InvalidRequest(
-                "special tokens of this model cannot be distinguished from text: use "
-                "/v1/completions",
-                "messages",
-                "unsupported_parameter",
-            )
+            message = "special tokens of this model cannot be distinguished from text"
+            message += ": use /v1/completions"
+            raise InvalidRequest(message, "messages", "unsupported_parameter")
         return self.marked.library, self.marked.named(text, special_at)
 
     def check_none(self, encoding: tokenizers.Encoding, param: str) -> None:
@@ -114,11 +111,8 @@ class SpecialTokens:
             return
         pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
         if any(i in self.ids and not is_around for i, is_around in pairs):
-            raise InvalidRequest(
-                f"{param} has a special token's text, which is refused here: send token ids",
-                param,
-                "invalid_value",
-            )
+            message = f"{param} has a special token's text, which is refused here: send token ids"
+            raise InvalidRequest(message, param, "invalid_value")
 
 
 def _renamed(spec: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

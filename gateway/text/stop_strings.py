@@ -14,14 +14,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
+@dataclass(slots=True)
 class StopSearch:
-    """The search of one request's text, token by token. The text of the first `min_tokens` tokens
-    is not searched; `includes_stop`: the stop string that is found is shown."""
+    """The search of one request's text, token by token, up to the first match. The text of the
+    next `_num_unsearched` tokens is not searched; `_includes_stop`: the stop string that is found
+    is shown."""
 
-    def __init__(self, stops: Sequence[str], min_tokens: int, includes_stop: bool) -> None:
-        self._matcher = StopMatcher(stops)
-        self._num_unsearched = min_tokens
-        self._includes_stop = includes_stop
+    _stops: Sequence[str]
+    _num_unsearched: int = 0
+    _includes_stop: bool = False
+    _held: str = ""
 
     def feed(self, texts: Iterable[str]) -> tuple[str, int, str | None]:
         """Take the texts of the next tokens, up to the one that completes a stop string. Returns
@@ -32,31 +34,22 @@ class StopSearch:
             if self._num_unsearched:
                 self._num_unsearched -= 1
             else:
-                text, stop = self._matcher.feed(text)
+                text, stop = self._feed(text)
             shown.append(text)
             if stop is not None:
-                num_tokens = len(shown)
-                if self._includes_stop:
-                    shown.append(stop)
-                return "".join(shown), num_tokens, stop
+                end = stop if self._includes_stop else ""
+                return "".join((*shown, end)), len(shown), stop
         return "".join(shown), len(shown), None
 
     def flush(self) -> str:
-        """What was held back, once the text has ended."""
-        return self._matcher.flush()
+        """The text that was held back: the output has ended without a match."""
+        held, self._held = self._held, ""
+        return held
 
-
-@dataclass(slots=True)
-class StopMatcher:
-    """The matcher of one request. Do not feed it after a match."""
-
-    stops: Sequence[str]
-    _held: str = ""
-
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """Add text; return the text that can be shown now, and the stop string that matched."""
+    def _feed(self, text: str) -> tuple[str, str | None]:
+        """Add text; returns the text that can be shown now, and the stop string that matched."""
         buffer = self._held + text
-        found = [(buffer.find(stop), stop) for stop in self.stops]
+        found = [(buffer.find(stop), stop) for stop in self._stops]
         ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
         if ends:
             _, start, stop = min(ends)
@@ -66,16 +59,11 @@ class StopMatcher:
         self._held = buffer[num_shown:]
         return buffer[:num_shown], None
 
-    def flush(self) -> str:
-        """The text that was held back: the output has ended without a match."""
-        held, self._held = self._held, ""
-        return held
-
     def _num_held(self, buffer: str) -> int:
         """The length of the longest suffix of `buffer` that is a prefix of a stop string."""
-        longest = max((len(stop) for stop in self.stops), default=0) - 1
+        longest = max(map(len, self._stops), default=0) - 1
         for length in range(min(longest, len(buffer)), 0, -1):
             end = buffer[-length:]
-            if any(stop.startswith(end) for stop in self.stops):
+            if any(stop.startswith(end) for stop in self._stops):
                 return length
         return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from functools import partial
 
 import tokenizers
 from tokenizers import decoders
@@ -11,14 +11,6 @@ from tokenizers import decoders
 from .joined_tokens import NUM_CONTEXT_TOKENS, JoinedTokens
 from .library_failures import REPLACEMENT
 from .stop_strings import StopSearch
-
-
-class TextPiece(NamedTuple):
-    """The text of some tokens. `num_tokens`: those that count, up to the end of the stop string."""
-
-    text: str
-    num_tokens: int
-    matched_stop: str | None
 
 
 class TextStream:
@@ -43,20 +35,20 @@ class TextStream:
         if stop_ids and not includes_stop:
             hidden = frozenset(stop_ids)
             self.next = lambda token: "" if token in hidden else step(token)
-        self.is_searched = bool(stops)  # then use `feed`, not `next`
-        self._search = StopSearch(stops, min_tokens, includes_stop) if stops else None
+        # Unless it is None, use `feed`, not `next`.
+        self.search = StopSearch(stops, min_tokens, includes_stop) if stops else None
 
-    def feed(self, token_ids: Sequence[int]) -> TextPiece:
-        """The text of the next tokens. Tokens after one that completes a stop string do not
-        count."""
+    def feed(self, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
+        """The text of the next tokens, the number of them that count, which ends with the one that
+        completes a stop string, and that stop string."""
         texts = map(self.next, token_ids)
-        if self._search is None:
-            return TextPiece("".join(texts), len(token_ids), None)
-        return TextPiece(*self._search.feed(texts))
+        if self.search is None:
+            return "".join(texts), len(token_ids), None
+        return self.search.feed(texts)
 
     def flush(self) -> str:
         """The rest of the text after the last token: what was held back for a stop string."""
-        return "" if self._search is None else self._search.flush()
+        return "" if self.search is None else self.search.flush()
 
 
 class WholeTexts(dict[int, str | None]):
@@ -69,7 +61,7 @@ class WholeTexts(dict[int, str | None]):
 
     def __init__(self, library: tokenizers.Tokenizer, hidden_ids: frozenset[int]) -> None:
         super().__init__()
-        self._library = library
+        self.library = library
         self._is_byte_level = isinstance(library.decoder, decoders.ByteLevel)
         self._hidden_ids = hidden_ids
         added = library.get_added_tokens_decoder()
@@ -81,11 +73,11 @@ class WholeTexts(dict[int, str | None]):
         return text
 
     def _text(self, token_id: int) -> str | None:
-        if token_id in self._hidden_ids or self._library.id_to_token(token_id) is None:
+        if token_id in self._hidden_ids or self.library.id_to_token(token_id) is None:
             return ""
         if not self._is_byte_level or token_id in self._added_ids:
             return None  # whether special tokens are shown depends on the request
-        text: str = self._library.decode([token_id])  # cannot fail for byte-level tokens
+        text: str = self.library.decode([token_id])  # cannot fail for byte-level tokens
         return text if text and REPLACEMENT not in text else None
 
 
@@ -95,15 +87,13 @@ class Detokenizer:
 
     def __init__(
         self,
-        library: tokenizers.Tokenizer,
         whole_texts: WholeTexts,
         prompt_token_ids: Sequence[int],
         skips_special_tokens: bool = True,
     ) -> None:
-        self._library = library
+        context = prompt_token_ids[-NUM_CONTEXT_TOKENS:]
+        self._new_joined = partial(JoinedTokens, whole_texts.library, context, skips_special_tokens)
         self._whole_texts = whole_texts
-        self._context = prompt_token_ids[-NUM_CONTEXT_TOKENS:]
-        self._skips_special_tokens = skips_special_tokens
         self._skipped_ids = whole_texts.special_ids if skips_special_tokens else frozenset()
         self._joined: JoinedTokens | None = None  # from the first token without its own text on
 
@@ -115,6 +105,5 @@ class Detokenizer:
         if token_id in self._skipped_ids:
             return ""
         if joined is None:
-            joined = JoinedTokens(self._library, self._context, self._skips_special_tokens)
-            self._joined = joined
+            joined = self._joined = self._new_joined()
         return joined.step(token_id)

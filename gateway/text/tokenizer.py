@@ -120,9 +120,7 @@ class Tokenizer:
             raise _too_long(f"{len(token_ids)} tokens", max_tokens, param)
 
         def work() -> str:
-            ids = list(token_ids)
-            if not self.hidden_ids.isdisjoint(ids):
-                ids = [i for i in ids if i not in self.hidden_ids]
+            ids = [i for i in token_ids if i not in self.hidden_ids]
             try:
                 text: str = self._library.decode_batch([ids])[0]
             except BaseException as error:
@@ -150,7 +148,7 @@ class Tokenizer:
         self, prompt_token_ids: Sequence[int], *, skips_special_tokens: bool = True
     ) -> Detokenizer:
         """An incremental detokenizer for the output after this prompt."""
-        return Detokenizer(self._library, self._whole_texts, prompt_token_ids, skips_special_tokens)
+        return Detokenizer(self._whole_texts, prompt_token_ids, skips_special_tokens)
 
     def close(self) -> None:
         self._lanes.close()

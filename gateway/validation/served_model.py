@@ -13,7 +13,21 @@ from ..text.no_tokenizer import NoTokenizer
 from ..text.tokenizer import Tokenizer
 from ..text.tokenizer_file import load_tokenizer
 from .constraints import ConstraintCheck
-from .validation import ModelLimits
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """The limits for requests. The sizes of the KV pools are None while no node is known.
+
+    `max_prompt_tokens`: the size of the largest prefill pool. `max_total_tokens`: of the largest
+    decode pool, for prompt and output.
+    """
+
+    model: str
+    vocab_size: int
+    max_model_len: int
+    max_prompt_tokens: int | None = None
+    max_total_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +48,10 @@ class ServedModel:
         name = config.served_model_name or model_dir.resolve().name
         limits = _read_limits(model_dir, name)
         eos_ids = eos_token_ids(model_dir, limits.vocab_size)
-        tokenizer = (
-            NoTokenizer()
-            if config.skip_tokenizer_init
-            else load_tokenizer(
-                model_dir,
-                eos_ids,
-                refuses_special=config.special_tokens_in_prompts == "refuse",
-            )
-        )
+        tokenizer: Tokenizer | NoTokenizer = NoTokenizer()
+        if not config.skip_tokenizer_init:
+            refuses_special = config.special_tokens_in_prompts == "refuse"
+            tokenizer = load_tokenizer(model_dir, eos_ids, refuses_special=refuses_special)
         constraints = ConstraintCheck(Grammars(model_dir, limits.vocab_size, eos_ids))
         return cls(limits, eos_ids, tokenizer, model_dir, constraints)
 

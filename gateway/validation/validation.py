@@ -9,51 +9,36 @@ endpoint needs it. Knows no node: the capacity of the deployment is passed in as
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import Message
 
 from ...core.errors import ContextLengthExceeded, InvalidRequest, PromptTooLarge
-from ...core.request.parameters import Parameter
 from ...core.request.request import Adapter
-from ...core.request.sampling_params import OPTIONS, SAMPLING, RequestOptions, SamplingParams
-from ...core.request.text_parameters import check_in_vocabulary
-from ...core.request.token_ids import column, unpack
-from ...proto.codec import constraint_from_wire, given
+from ...core.request.sampling_params import (
+    OPTIONS,
+    SAMPLING,
+    Parameter,
+    RequestOptions,
+    SamplingParams,
+)
+from ...core.request.text_parameters import LABEL, check_in_vocabulary
+from ...core.request.token_ids import column
+from ...proto.codec import constraint_from_wire, given, token_ids_from_wire
 from ...proto.v1 import common_pb2, inference_pb2
 from ..text.no_tokenizer import NoTokenizer, no_text
 from ..text.special_tokens import Spans
 from ..text.tokenizer import Tokenizer
 from .beams import OF_SEARCHES, complete_search
 from .constraints import check_constraint
+from .served_model import ModelLimits
 
-MAX_LABEL_CHARS = 256
 _DEFAULT_OPTIONS = RequestOptions()
-Adapters: TypeAlias = Mapping[str, Adapter]  # by name
-_NO_ADAPTERS: Adapters = MappingProxyType({})
-
-_LABEL = re.compile(rf"[!-~]{{1,{MAX_LABEL_CHARS}}}\Z")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """The limits for requests. The sizes of the KV pools are None while no node is known.
-
-    `max_prompt_tokens`: the size of the largest prefill pool. `max_total_tokens`: of the largest
-    decode pool, for prompt and output.
-    """
-
-    model: str
-    vocab_size: int
-    max_model_len: int
-    max_prompt_tokens: int | None = None
-    max_total_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +72,18 @@ async def validated(
     tokenizer: Tokenizer | NoTokenizer,
     *,
     drawn_seed: int,
-    adapters: Adapters = _NO_ADAPTERS,
+    adapters: Mapping[str, Adapter] = MappingProxyType({}),
     special_at: Spans | None = None,
 ) -> ValidatedRequest:
     """Check every field, tokenise the text, and fill in the defaults of absent fields. Not checked
     here: the model's name (Caller) and whether a constraint compiles (ConstraintCheck).
 
     `max_tokens` defaults to the rest of the context, or of the largest decode pool if that is
-    smaller. `special_at`: see Tokenizer.encode. Raises InvalidRequest, also for text if there is no
-    tokenizer, ContextLengthExceeded, PromptTooLarge.
+    smaller. `adapters`: by name. `special_at`: see Tokenizer.encode. Raises InvalidRequest, also
+    for text if there is no tokenizer, ContextLengthExceeded, PromptTooLarge.
     """
-    check_label(wire.request_id, "request_id")
+    if wire.request_id:
+        LABEL.check(wire.request_id, "request_id", limits.vocab_size)
     prompt = _token_ids(wire, limits.vocab_size)
     options = RequestOptions(**_checked(wire, OPTIONS, limits.vocab_size))
     adapter = adapters.get(wire.model)
@@ -114,6 +100,8 @@ async def validated(
             max_tokens=limits.max_model_len,
         )
         prompt = _prompt_of_text(encoded, limits.vocab_size)
+    if not prompt:
+        raise InvalidRequest("the prompt is empty", "prompt", "empty_prompt")
     given = sampling.max_tokens if wire.sampling.HasField("max_tokens") else None
     max_tokens = _fitting_max_tokens(len(prompt), given, limits)
     if sampling.min_tokens > max_tokens:
@@ -123,24 +111,8 @@ async def validated(
     return ValidatedRequest(prompt, sampling, wire.request_id, options, adapter=adapter)
 
 
-def is_label(text: str) -> bool:
-    """Whether a text is a valid label of a request: it is written to logs and headers unescaped."""
-    return _LABEL.match(text) is not None
-
-
-def check_label(label: str, param: str) -> None:
-    """Raise InvalidRequest unless it is a valid label, or empty, for none."""
-    if label and not is_label(label):
-        raise InvalidRequest(
-            f"{param} must be 1 to {MAX_LABEL_CHARS} visible ASCII characters",
-            param,
-            "invalid_value",
-        )
-
-
 def _token_ids(wire: inference_pb2.GenerateRequest, vocab_size: int) -> array[int]:
-    """The prompt's ids, or an empty column for a text. Raises InvalidRequest for an empty
-    prompt."""
+    """The prompt's ids; none of a text. Raises InvalidRequest."""
     if wire.WhichOneof("prompt") is None:
         message = "give a prompt: text or token ids"
         raise InvalidRequest(message, "prompt", "missing_required")
@@ -148,31 +120,19 @@ def _token_ids(wire: inference_pb2.GenerateRequest, vocab_size: int) -> array[in
     if ids.packed and ids.ids:
         message = "give token_ids as ids or packed, not both"
         raise InvalidRequest(message, "prompt", "invalid_value")
-    try:
-        # A slice is copied at once, the field itself id by id.
-        token_ids = unpack(ids.packed) if ids.packed else column(ids.ids[:])
-    except ValueError as error:
-        message = "packed token ids are cut off"
-        raise InvalidRequest(message, "prompt", "invalid_value") from error
-    if not token_ids and not wire.text:
-        raise _empty_prompt()
+    # A slice is copied at once, the field itself id by id.
+    token_ids = token_ids_from_wire(ids.packed) if ids.packed else column(ids.ids[:])
     check_token_ids(token_ids, vocab_size, "prompt")
     return token_ids
 
 
 def _prompt_of_text(encoded: Sequence[int], vocab_size: int) -> array[int]:
     """The prompt of a tokenised text. Raises InvalidRequest for tokens that the model lacks."""
-    if not encoded:
-        raise _empty_prompt()
     prompt = column(encoded)
-    if (largest := int(np.max(prompt))) >= vocab_size:
+    if prompt and (largest := int(np.max(prompt))) >= vocab_size:
         message = f"prompt has token {largest}; the vocabulary has {vocab_size} ids"
         raise InvalidRequest(message, "prompt", "invalid_token_id")
     return prompt
-
-
-def _empty_prompt() -> InvalidRequest:
-    return InvalidRequest("the prompt is empty", "prompt", "empty_prompt")
 
 
 def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLimits) -> int:

@@ -50,7 +50,6 @@ class TorchAttention:
         self._store_kv = store_kv_8bit if self._is_8bit else store_kv
         self._dtype = dtype if self._is_8bit else pool.dtype
         self._pieces = pool.view(-1, *pool.shape[4:])
-        self._slices: list[_Slice] = []
         self._windows = windows or [None] * pool.shape[1]
         empty = pool.new_empty(_TILE_TOKENS, 0, dtype=self._dtype)
         self._masks = dict.fromkeys(self._windows, empty)
@@ -59,9 +58,8 @@ class TorchAttention:
         block_size = self._block_size
         self._blocks = metadata.slot_mapping // block_size
         self._offsets = metadata.slot_mapping % block_size
-        self._slices = []
+        self._slices = list[_Slice]()
         first = 0
-        num_decodes = metadata.num_decodes
         for index, (query_len, seq_len, block_table) in enumerate(
             zip(metadata.query_lens, metadata.seq_lens, metadata.block_tables, strict=True)
         ):
@@ -69,7 +67,7 @@ class TorchAttention:
             block_ids = torch.tensor(block_table[:num_blocks], device=self._pool.device)
             rows = block_rows(self._pool, block_ids).unbind(0)
             last = first + query_len
-            is_decode = index < num_decodes or query_len == 1
+            is_decode = index < metadata.num_decodes or query_len == 1
             self._slices.append(_Slice(first, last, seq_len, is_decode, rows))
             first = last
             if not is_decode:

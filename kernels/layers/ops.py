@@ -14,8 +14,7 @@ from ..products.int4_weights import Int4Weight
 from ..products.weights import (
     Activations,
     Fp8Weight,
-    Summands,
-    Unscaled,
+    Summand,
     Weight,
     quantise_activations,
 )
@@ -40,9 +39,7 @@ class Ops:
             x = quantise_activations(x, weight)
         return _product(x.dequantised(x.dtype), weight.dequantised(x.dtype), bias)
 
-    def summand(
-        self, x: Activations, weight: Weight, bias: Tensor | None
-    ) -> Tensor | Unscaled | Summands:
+    def summand(self, x: Activations, weight: Weight, bias: Tensor | None) -> Summand:
         """`linear`; the result may have a form that only `add_rms_norm` reads."""
         return self.linear(x, weight, bias)
 
@@ -67,7 +64,7 @@ class Ops:
 
     def add_rms_norm(
         self,
-        x: Tensor | Unscaled | Summands,
+        x: Summand,
         residual: Tensor,
         weight: Tensor,
         eps: float,
@@ -100,11 +97,8 @@ class Ops:
             out.index_add_(0, tokens, product * weights[tokens, place, None])
         return out
 
-    def experts_summand(
-        self, x: Tensor, mixture: Mixture, loads: LayerLoads | None
-    ) -> Tensor | Summands:
-        """`experts` on a rank that has all experts; the result may have a form that only
-        `add_rms_norm` reads."""
+    def experts_summand(self, x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Summand:
+        """`experts`; the result may have a form that only `add_rms_norm` reads."""
         return self.experts(x, mixture, loads)
 
 

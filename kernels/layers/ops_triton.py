@@ -33,6 +33,8 @@ from ..products.weights import (
     BlockScaled,
     Fp8Weight,
     RowScaled,
+    Sent,
+    Summand,
     Summands,
     Unscaled,
     Weight,
@@ -85,9 +87,7 @@ class TritonOps(Ops):
             return product
         return F.linear(x, weight, bias)
 
-    def summand(
-        self, x: Activations, weight: Weight, bias: Tensor | None
-    ) -> Tensor | Unscaled | Summands:
+    def summand(self, x: Activations, weight: Weight, bias: Tensor | None) -> Summand:
         if isinstance(weight, RowScaled | BlockScaled):
             return summand(quantise(x, weight) if isinstance(x, Tensor) else x, weight, bias)
         if isinstance(x, Tensor) and isinstance(weight, Tensor):
@@ -127,20 +127,19 @@ class TritonOps(Ops):
 
     def add_rms_norm(
         self,
-        x: Tensor | Unscaled | Summands,
+        x: Summand,
         residual: Tensor,
         weight: Tensor,
         eps: float,
         reader: Fp8Weight | None = None,
     ) -> Activations:
+        assert not isinstance(x, Sent), "it is read by RankOps"
         return _launch_norm(x, residual, weight, eps, reader, has_residual=True)
 
     def experts(self, x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Tensor:
         return compute_experts(x, mixture, loads)
 
-    def experts_summand(
-        self, x: Tensor, mixture: Mixture, loads: LayerLoads | None
-    ) -> Tensor | Summands:
+    def experts_summand(self, x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Summand:
         return experts_summand(x, mixture, loads)
 
 

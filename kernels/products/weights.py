@@ -139,6 +139,15 @@ class Summands:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A rank's summand that has already been written to where the ranks add it up."""
+
+
+# The result of a product whose only reader is `Ops.add_rms_norm`.
+Summand: TypeAlias = Tensor | Unscaled | Summands | Sent
+
+
 def spread(scale: Tensor, shape: Sequence[int], first: tuple[int, int] = (0, 0)) -> Tensor:
     """The block scale of each weight in a part of `shape` that begins at `first`."""
     rows, columns = (

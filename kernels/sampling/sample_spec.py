@@ -6,7 +6,7 @@ Created for each step and read by the samplers of CPU and GPU. Needs no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +26,12 @@ def needs_more_than_noise(params: SamplingParams) -> bool:
     return bool(params.logit_bias) or (has_filters and params.temperature > 0)
 
 
-class Counts(Protocol):
+class Counts(NamedTuple):
     """The tokens that penalties apply to, as parallel arrays: each distinct token id of prompt and
     output, and its number of occurrences in the output, which may be 0."""
 
-    @property
-    def token_ids(self) -> NDArray[np.int64]: ...
-
-    @property
-    def counts(self) -> NDArray[np.int64]: ...
+    token_ids: NDArray[np.int64]
+    counts: NDArray[np.int64]
 
 
 class SampleSpec(NamedTuple):

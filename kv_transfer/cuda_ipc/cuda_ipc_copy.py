@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...core.errors import HandoffFailed
 from ...engine.kv import cuda_memory
-from ...engine.kv.cuda_memory import Runs, find_runs, forget_error, runtime
+from ...engine.kv.cuda_memory import batch_copy, find_runs, forget_error, runtime
 from ...kernels.kv.kv_blocks_triton import pull_blocks, pull_heads
 from ...kernels.upload import upload
 from ..window.block_pairs import Ids
@@ -50,7 +50,6 @@ class CopyMethod(Protocol):
 
         It is called at most once. Both raise HandoffFailed.
         """
-        ...
 
 
 class KernelCopy:
@@ -100,75 +99,47 @@ class EngineCopy:
 
     def prepare(self, ids: Ids, pool: Tensor, stream: torch.cuda.Stream) -> Callable[[], None]:
         cut = BlockCut.of(self._piece, pool[0].nbytes)
-        source, target = self._address, pool.data_ptr()
         if cut.is_whole:
-            return batch_copy(source, target, find_runs(ids), pool[0].nbytes, stream)
-        return rows_batch_copy(source, target, ids, cut, stream)
+            runs, size = find_runs(ids), cut.block_bytes
+            there, here, sizes = runs.sources * size, runs.destinations * size, runs.lengths * size
+        else:
+            rows, blocks = np.arange(cut.num_rows), ids[:, :, None]
+            there = (blocks[0] * cut.source_block_bytes + rows * cut.source_pitch).ravel()
+            here = (blocks[1] * cut.block_bytes + rows * cut.pitch).ravel()
+            there, here = there + cut.source_offset, here + cut.offset
+            sizes = np.full(there.size, cut.width)
+        copy = batch_copy(self._address + there, pool.data_ptr() + here, sizes, stream)
+        return lambda: _check(copy())
 
 
-def copy_pieces(
-    source: int, target: int, runs: Runs, block_bytes: int, stream: torch.cuda.Stream
+def copy_blocks(
+    source: int, target: int, ids: Ids, cut: BlockCut, stream: torch.cuda.Stream
 ) -> None:
-    """Copy runs with one `copy_piece` each."""
-    for there, here, length in zip(runs.sources, runs.destinations, runs.lengths, strict=True):
-        start, end = source + int(there) * block_bytes, target + int(here) * block_bytes
-        copy_piece(start, end, int(length) * block_bytes, stream)
+    """Copy the piece `cut` of blocks ids[0] at `source` to blocks ids[1] at `target`, run by run or
+    block by block. Raises HandoffFailed."""
+    if cut.is_whole:
+        runs, size = find_runs(ids), cut.block_bytes
+        for there, here, length in zip(runs.sources, runs.destinations, runs.lengths, strict=True):
+            start, end = source + int(there) * size, target + int(here) * size
+            copy_piece(start, end, int(length) * size, stream)
+        return
+    for there, here in ids.T.tolist():
+        status = runtime().cudaMemcpy2DAsync(
+            ctypes.c_void_p(target + here * cut.block_bytes + cut.offset),
+            ctypes.c_size_t(cut.pitch),
+            ctypes.c_void_p(source + there * cut.source_block_bytes + cut.source_offset),
+            ctypes.c_size_t(cut.source_pitch),
+            ctypes.c_size_t(cut.width),
+            ctypes.c_size_t(cut.num_rows),
+            _ANY_DIRECTION,
+            ctypes.c_void_p(stream.cuda_stream),
+        )
+        _check(status)
 
 
 def copy_piece(source: int, target: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
     """Copy between device or host addresses, which need not be torch's. Raises HandoffFailed."""
     _check(cuda_memory.copy_piece(source, target, num_bytes, stream))
-
-
-def batch_copy(
-    source: int, target: int, runs: Runs, block_bytes: int, stream: torch.cuda.Stream
-) -> Callable[[], None]:
-    """Returns a function that copies all runs in one call; it raises HandoffFailed."""
-    return _batch_copy(
-        source + runs.sources * block_bytes,
-        target + runs.destinations * block_bytes,
-        runs.lengths * block_bytes,
-        stream,
-    )
-
-
-def rows_batch_copy(
-    source: int, target: int, ids: Ids, cut: BlockCut, stream: torch.cuda.Stream
-) -> Callable[[], None]:
-    """The same for a piece of each row of each block."""
-    rows = np.arange(cut.num_rows)
-    there = ids[0][:, None] * cut.source_block_bytes + rows * cut.source_pitch + cut.source_offset
-    here = ids[1][:, None] * cut.block_bytes + rows * cut.pitch + cut.offset
-    sizes = np.full(there.size, cut.width)
-    return _batch_copy(source + there.ravel(), target + here.ravel(), sizes, stream)
-
-
-def copy_2d(
-    source: int,
-    source_pitch: int,
-    target: int,
-    pitch: int,
-    width: int,
-    num_rows: int,
-    stream: torch.cuda.Stream,
-) -> None:
-    """Copy `num_rows` pieces of `width` bytes, `pitch` bytes apart. Raises HandoffFailed."""
-    status = runtime().cudaMemcpy2DAsync(
-        ctypes.c_void_p(target),
-        ctypes.c_size_t(pitch),
-        ctypes.c_void_p(source),
-        ctypes.c_size_t(source_pitch),
-        ctypes.c_size_t(width),
-        ctypes.c_size_t(num_rows),
-        _ANY_DIRECTION,
-        ctypes.c_void_p(stream.cuda_stream),
-    )
-    _check(status)
-
-
-def _batch_copy(from_: Ids, to: Ids, lengths: Ids, stream: torch.cuda.Stream) -> Callable[[], None]:
-    copy = cuda_memory.batch_copy(from_, to, lengths, stream)
-    return lambda: _check(copy())
 
 
 def _check(status: int) -> None:
@@ -207,7 +178,9 @@ class StagedCopy:
         """`address`: of the source's pool on its GPU, `source`."""
         self._address = address
         self._source = source
-        self._cut = cut
+        tight = {"pitch": cut.width, "offset": 0, "block_bytes": cut.piece_bytes}  # in a slot
+        self._fill = replace(cut, **tight)
+        self._empty = replace(cut, **{f"source_{name}": value for name, value in tight.items()})
         self._blocks_per_slot = max(1, _SLOT_BYTES // cut.piece_bytes)
         slot_bytes = self._blocks_per_slot * cut.piece_bytes
         slots = []
@@ -230,32 +203,13 @@ class StagedCopy:
             self._launch_slot(next(self._slots), part, pool, stream)
 
     def _launch_slot(self, slot: _Slot, ids: Ids, pool: Tensor, here: torch.cuda.Stream) -> None:
+        places = np.arange(ids.shape[1])
         with torch.cuda.device(self._source), torch.cuda.stream(self._stream):
             self._stream.wait_event(slot.is_empty)
-            self._fill(slot.memory.data_ptr(), ids[0])
+            to_slot = np.stack([ids[0], places])
+            copy_blocks(self._address, slot.memory.data_ptr(), to_slot, self._fill, self._stream)
             slot.is_full.record(self._stream)
         here.wait_event(slot.is_full)
-        self._empty(slot.memory.data_ptr(), ids[1], pool.data_ptr(), here)
+        from_slot = np.stack([places, ids[1]])
+        copy_blocks(slot.memory.data_ptr(), pool.data_ptr(), from_slot, self._empty, here)
         slot.is_empty.record(here)
-
-    def _fill(self, slot: int, source_ids: Ids) -> None:
-        cut = self._cut
-        if cut.is_whole:
-            runs = find_runs(np.stack([source_ids, np.arange(len(source_ids))]))
-            copy_pieces(self._address, slot, runs, cut.piece_bytes, self._stream)
-            return
-        shape = (cut.width, cut.width, cut.num_rows, self._stream)  # contiguous in the slot
-        for index, block_id in enumerate(source_ids.tolist()):
-            source = self._address + block_id * cut.source_block_bytes + cut.source_offset
-            copy_2d(source, cut.source_pitch, slot + index * cut.piece_bytes, *shape)
-
-    def _empty(self, slot: int, block_ids: Ids, pool: int, stream: torch.cuda.Stream) -> None:
-        cut = self._cut
-        if cut.is_whole:
-            runs = find_runs(np.stack([np.arange(len(block_ids)), block_ids]))
-            copy_pieces(slot, pool, runs, cut.piece_bytes, stream)
-            return
-        for index, block_id in enumerate(block_ids.tolist()):
-            source = slot + index * cut.piece_bytes
-            target = pool + block_id * cut.block_bytes + cut.offset
-            copy_2d(source, cut.width, target, cut.pitch, cut.width, cut.num_rows, stream)

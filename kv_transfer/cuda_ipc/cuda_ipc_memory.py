@@ -9,32 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import uuid
-from collections.abc import Sequence
 
 import torch
 
 from ...core.errors import HandoffFailed
 from ...engine.kv.cuda_memory import MappedMemory, MappingFailed, export_handle, map_handle
 from ...engine.kv.kv_memory import CudaKvMemory
-from ..export.pool_address import CudaMemory, PoolDescription, PoolExporter, PoolPart
+from ..export.pool_address import CudaMemory
 
 
-def export_cuda_pool(
-    incarnation: str,
-    kv: CudaKvMemory,
-    generations_fd: int,
-    key: bytes,
-    parts: Sequence[PoolPart] = (),
-) -> PoolExporter:
-    """Export `kv` to this host's pullers that hold a key derived from `key`.
-
-    Raises StartupFailed if the GPU cannot, or if it is exported already.
-    """
+def memory_of(kv: CudaKvMemory) -> CudaMemory:
+    """The memory of `kv`, for other processes. Raises StartupFailed if the GPU cannot export it."""
     device = kv.tensor.device
-    memory = CudaMemory(gpu_uuid(device), export_handle(kv.address, device))
-    shape = (kv.block_bytes, kv.num_blocks)
-    description = PoolDescription(incarnation, *shape, memory, tuple(parts))
-    return PoolExporter(description, [generations_fd], key)
+    return CudaMemory(gpu_uuid(device), export_handle(kv.address, device))
 
 
 def gpu_uuid(device: torch.device) -> bytes:

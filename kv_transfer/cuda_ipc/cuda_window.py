@@ -30,7 +30,7 @@ from ..export.pool_address import CudaMemory, PoolDescription
 from ..window.block_pairs import BlockPairs, Generations, Ids
 from ..window.block_pieces import BlockCut, BlockPiece
 from ..window.threaded_window import Pull, PullThread
-from ..window.transport import PullOutcome, Starter
+from ..window.transport import PullOutcome, Starter, failure
 from .cuda_ipc_copy import MAX_BLOCKS, CopyMethod, choose
 
 _log = logging.getLogger(__name__)
@@ -193,10 +193,7 @@ class CudaWindow(PullThread):
                     if not self._launch_part(copy, part):
                         break
             except Exception as error:
-                # A pull that never reports would keep its reservation for ever.
-                is_ours = not isinstance(error, HandoffFailed)
-                _log.error("no pull from %s: %s", self._incarnation, error, exc_info=is_ours)
-                copy.outcome = PullOutcome.FAILED
+                copy.outcome = failure(self._incarnation, error)
             with contextlib.suppress(RuntimeError):  # a dead device: the wait raises it again
                 copy.is_done.record(self._stream)
 
@@ -233,5 +230,5 @@ class CudaWindow(PullThread):
 
     def _judge(self, part: _Part) -> PullOutcome:
         """Whether the source's blocks still have the announced generations."""
-        found = self._generations.read_many(part.source_ids)
-        return PullOutcome.OK if np.array_equal(found, part.announced) else PullOutcome.STALE
+        is_current = self._generations.match(part.source_ids, part.announced)
+        return PullOutcome.OK if is_current else PullOutcome.STALE

@@ -36,11 +36,10 @@ from ...core.channels.handshake import (
     OPENING_BYTES,
     Dialer,
     Listener,
-    Opening,
 )
 from ...core.errors import HandoffFailed, StartupFailed, Unauthenticated
 from ...engine.kv.block_pool import CANARY_BLOCK
-from ..window.network_address import RemotePool, pair_key
+from ..window.network_address import RemotePool, keys_of
 
 PURPOSE = b"pool 7"  # of the handshake, with the description's version
 ADDRESS = "this host"  # a constant: the socket's name identifies the pool
@@ -178,10 +177,9 @@ class PoolExporter:
     def __init__(self, description: PoolDescription, fds: Sequence[int], key: bytes) -> None:
         """`key`: pullers' keys are derived from it. Raises StartupFailed if the incarnation is
         exported already."""
-        self._incarnation = description.incarnation
         self._packed = description.pack()
         self._fds = list(fds)
-        self._key = key
+        self._key_of = keys_of(description.incarnation, key)
         self._newcomers = Newcomers()
         # SEQPACKET: each message arrives whole, with its descriptors, or not at all.
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -209,7 +207,3 @@ class PoolExporter:
                 socket.send_fds(connection, [self._packed], self._fds)
             except (OSError, HandoffFailed, Unauthenticated) as error:
                 _log.warning("the KV pool was not passed to a peer: %s", error)
-
-    def _key_of(self, opening: Opening) -> bytes | None:
-        is_ours = opening.listener == self._incarnation
-        return pair_key(self._key, opening.dialer) if is_ours else None

@@ -25,7 +25,6 @@ from .nccl_lane import NcclLane
 
 _SET_UP_S = 20.0  # to connect, and for the first transfers, which connect further
 _SLOWEST_BYTES_PER_S = 1e9
-_MAX_REQUEST_BLOCKS = wire.MAX_REQUEST_BLOCKS
 
 # Opens a source's end of a pair, for pieces of that cut and the pair's id. Raises HandoffFailed.
 OpenOutlet = Callable[[BlockCut, bytes, Deadline], NcclLane]
@@ -100,7 +99,7 @@ class _NcclCarrier:
         self._open_pair = open_pair
         self._cut = cut
         self._lane: NcclLane | None = None
-        self.max_request_blocks = _MAX_REQUEST_BLOCKS
+        self.max_request_blocks = wire.MAX_REQUEST_BLOCKS
 
     def connect(self, deadline: Deadline | None = None) -> DataClient:
         client, self._lane = self._open_pair()

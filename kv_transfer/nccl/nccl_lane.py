@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -84,51 +84,17 @@ class RequestParts:
         return self.sizes[max(0, bisect.bisect_right(self.sizes, num_blocks) - 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """The piece of each block that is transferred."""
-
-    first_head: int
-    num_heads: int
-    first_layer: int
-    num_layers: int
-
-    @classmethod
-    def whole(cls, kv: CudaKvMemory) -> _Piece:
-        return cls(0, kv.layout.num_kv_heads, 0, kv.layout.num_layers)
-
-    def num_bytes(self, kv: CudaKvMemory) -> int:
-        return 2 * self.num_layers * self.num_heads * kv.layout.head_bytes
-
-    def to_pool(self, kv: CudaKvMemory) -> BlockPiece:
-        """From staging, where it is contiguous, to `kv`."""
-        layout, heads, layers = kv.layout, self.num_heads, self.num_layers
-        return BlockPiece(
-            0,
-            Span(0, self.first_head, heads, heads, layout.num_kv_heads),
-            Span(0, self.first_layer, layers, layers, layout.num_layers),
-        )
-
-    def from_pool(self, kv: CudaKvMemory) -> BlockPiece:
-        """From `kv` to staging."""
-        layout, heads, layers = kv.layout, self.num_heads, self.num_layers
-        return BlockPiece(
-            0,
-            Span(self.first_head, 0, heads, layout.num_kv_heads, heads),
-            Span(self.first_layer, 0, layers, layout.num_layers, layers),
-        )
-
-
 class _Slot:
     """Staging for one part, and this end's work on it: gather and send, or receive and scatter.
 
+    `piece`: from the pool `kv` to staging, where it is contiguous, or from staging to the pool.
     `blocks` [most, layers, 2, heads, block_size, dim]: the pieces of the blocks of `kv`.
     """
 
     def __init__(
         self,
         kv: CudaKvMemory,
-        piece: _Piece,
+        piece: BlockPiece,
         most: int,
         pair: NcclPair,
         copying: torch.cuda.Stream,
@@ -137,7 +103,7 @@ class _Slot:
         _, two, _, block_size, dim = kv.layout.block_shape
         pool, device = kv.tensor, kv.tensor.device
         self._pair, self._copying = pair, copying
-        shape = (most, piece.num_layers, two, piece.num_heads, block_size, dim)
+        shape = (most, piece.layers.count, two, piece.heads.count, block_size, dim)
         self.blocks = pool.new_empty(shape)
         self._ids = torch.zeros(most, dtype=torch.int64, device=device)  # of the pool
         self._ids_address = self._ids.data_ptr()
@@ -146,12 +112,12 @@ class _Slot:
         self._copies: dict[int, LaunchGraph] = {}  # by number of blocks, as these:
         self._transfers: dict[int, LaunchGraph] = {}
         if pair.sends:
-            moved, address = piece.from_pool(kv), kv.address
-            self._target = unused = self.blocks
+            address, self._target = kv.address, self.blocks
+            unused = self.blocks
         else:
-            moved, address = piece.to_pool(kv), self.blocks.data_ptr()
-            self._target, unused = pool, torch.empty_like(pool[:1])
-        self._kernel = KernelCopy(address, device, moved)
+            address, self._target = self.blocks.data_ptr(), pool
+            unused = torch.empty_like(pool[:1])
+        self._kernel = KernelCopy(address, device, piece)
         self._copy(1, unused)  # which compiles it
 
     def _copy(self, num_blocks: int, target: Tensor) -> None:
@@ -210,12 +176,14 @@ class _Slot:
 class NcclLane:
     """One end of a pair that transfers a piece of blocks."""
 
-    def __init__(self, kv: CudaKvMemory, piece: _Piece, pair: NcclPair) -> None:
-        """`connect` must follow. Raises RuntimeError if there is no memory for staging."""
+    def __init__(self, kv: CudaKvMemory, piece: BlockPiece, pair: NcclPair) -> None:
+        """`piece`: see `_Slot`. `connect` must follow. Raises RuntimeError if there is no memory
+        for staging."""
         self._pair = pair
         self._is_open = True
         self._device = kv.tensor.device
-        self._parts = RequestParts(piece.num_bytes(kv))
+        num_heads = 2 * piece.layers.count * piece.heads.count  # of K and V
+        self._parts = RequestParts(num_heads * kv.layout.head_bytes)
         self._most = self._parts.sizes[-1]
         with torch.cuda.device(self._device), _one_at_a_time:
             self._copying = take_stream(self._device)
@@ -306,11 +274,11 @@ def open_source_lane(
     kv: CudaKvMemory, cut: BlockCut, unique_id: bytes, deadline: Deadline
 ) -> NcclLane:
     """Open the source's end, for the piece `cut` of its blocks. Raises HandoffFailed."""
-    piece = _Piece.whole(kv) if cut.is_whole else _piece_of(cut, kv)
-    return _open_lane(kv, piece, unique_id, SOURCE_RANK, deadline)
+    return _open_lane(kv, _piece_of(cut, kv), unique_id, SOURCE_RANK, deadline)
 
 
-def _piece_of(cut: BlockCut, kv: CudaKvMemory) -> _Piece:
+def _piece_of(cut: BlockCut, kv: CudaKvMemory) -> BlockPiece:
+    """From the source's pool to staging."""
     head_bytes, row_bytes = kv.layout.head_bytes, kv.layout.num_kv_heads * kv.layout.head_bytes
     num_rows, width = cut.num_rows, cut.width
     if num_rows == 1 and width % row_bytes == 0:  # contiguous whole rows
@@ -319,22 +287,25 @@ def _piece_of(cut: BlockCut, kv: CudaKvMemory) -> _Piece:
     is_of_rows = cut.source_pitch in (row_bytes, cut.source_block_bytes)
     if not is_of_rows or (row | num_rows) % 2 or (begin | width) % head_bytes:
         raise HandoffFailed("the piece does not consist of layers and KV heads")
-    return _Piece(begin // head_bytes, width // head_bytes, row // 2, num_rows // 2)
+    num_heads, num_layers = width // head_bytes, num_rows // 2
+    heads = Span(begin // head_bytes, 0, num_heads, kv.layout.num_kv_heads, num_heads)
+    layers = Span(row // 2, 0, num_layers, kv.layout.num_layers, num_layers)
+    return BlockPiece(0, heads, layers)
 
 
 def open_puller_lane(
     kv: CudaKvMemory, piece: BlockPiece | None, unique_id: bytes, deadline: Deadline
 ) -> NcclLane:
     """Open the puller's end, for `piece` of the local blocks. Raises HandoffFailed."""
-    mine = _Piece.whole(kv)
-    if piece is not None:
-        heads, layers = piece.heads, piece.layers
-        mine = _Piece(heads.here, heads.count, layers.here, layers.count)
-    return _open_lane(kv, mine, unique_id, PULLER_RANK, deadline)
+    num_heads, num_layers = kv.layout.num_kv_heads, kv.layout.num_layers
+    heads = piece.heads if piece else Span(0, 0, num_heads, num_heads, num_heads)
+    layers = piece.layers if piece else Span(0, 0, num_layers, num_layers, num_layers)
+    staged = [replace(span, there=0, num_there=span.count) for span in (heads, layers)]
+    return _open_lane(kv, BlockPiece(0, *staged), unique_id, PULLER_RANK, deadline)
 
 
 def _open_lane(
-    kv: CudaKvMemory, piece: _Piece, unique_id: bytes, rank: int, deadline: Deadline
+    kv: CudaKvMemory, piece: BlockPiece, unique_id: bytes, rank: int, deadline: Deadline
 ) -> NcclLane:
     try:
         with contextlib.ExitStack() as opened:  # on any error the peer must not be left waiting

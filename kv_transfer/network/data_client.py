@@ -107,7 +107,9 @@ def connect(
     stream = Stream(raw)
     try:
         stream.wrap(wrap, deadline)
-        description = _introduce(stream, source, cut, mode, pair_id, deadline)
+        terms = wire.pack_terms(mode, cut, pair_id)
+        description = _introduce(stream, source, terms, deadline)
+        description.require(source.name, None if cut is None else cut.source_block_bytes)
         return DataClient(stream, mode, description)
     except HandoffFailed:
         stream.close()
@@ -130,27 +132,15 @@ def describe_remote(
 
 
 def _introduce(
-    stream: Stream,
-    source: RemotePool,
-    cut: BlockCut | None,
-    mode: wire.Mode,
-    pair_id: bytes,
-    deadline: Deadline,
+    stream: Stream, source: RemotePool, terms: bytes, deadline: Deadline
 ) -> PoolDescription:
-    ours = Dialer(
-        *(source.key, wire.PURPOSE),
-        dialer=source.puller,
-        listener=source.name,
-        address=source.address,
-    )
+    names = {"dialer": source.puller, "listener": source.name, "address": source.address}
+    ours = Dialer(source.key, wire.PURPOSE, **names)
     stream.write(ours.opening, deadline)
-    terms = wire.pack_terms(mode, cut, pair_id)
     try:
         answer = ours.answer(bytes(stream.read(CHALLENGE_BYTES, deadline)), terms)
     except Unauthenticated as error:
         raise HandoffFailed(f"the source at {source.address}: {error.message}") from error
     stream.write(answer + terms, deadline)
     length = wire.unpack_length(stream.read(wire.LENGTH_BYTES, deadline))
-    description = PoolDescription.unpack(bytes(stream.read(length, deadline)))
-    description.require(source.name, None if cut is None else cut.source_block_bytes)
-    return description
+    return PoolDescription.unpack(bytes(stream.read(length, deadline)))

@@ -13,20 +13,21 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from ...core.channels.accept_thread import AcceptThread, Newcomers
 from ...core.channels.engine_tls import WrapSocket
-from ...core.channels.handshake import ANSWER_BYTES, OPENING_BYTES, Listener, Opening
+from ...core.channels.handshake import ANSWER_BYTES, OPENING_BYTES, Listener
 from ...core.errors import HandoffFailed, StartupFailed, Unauthenticated
 from ...engine.kv.block_pool import PADDING_BLOCK
 from ...engine.kv.generations import GenerationsReader
 from ..export.pool_address import PoolDescription
-from ..window.block_pairs import Generations, Ids
+from ..window.block_pairs import Ids
 from ..window.block_pieces import BlockCut
-from ..window.network_address import pair_key
+from ..window.network_address import keys_of
 from ..window.transport import PullOutcome
 from . import data_wire as wire
 from .stream import Deadline, Stream
@@ -49,7 +50,6 @@ class Outlet(Protocol):
         Returns when the pool is not read for them any more. Raises HandoffFailed: the puller's
         connection must end.
         """
-        ...
 
     def close(self) -> None: ...
 
@@ -85,7 +85,6 @@ class DataServer:
         """
         self._outlets = outlets
         self._wrap = wrap
-        self._pool: ServedPool | None = None
         self._lock = threading.Lock()
         self._newcomers = Newcomers()
         self._pullers: set[Stream] = set()
@@ -100,8 +99,8 @@ class DataServer:
 
     def start(self, pool: ServedPool) -> None:
         """Begin to serve `pool`, whose description has the ports of all ranks."""
-        self._pool = pool
-        self._accepting = AcceptThread(self._listener, "kv-data", self._newcomers, self._serve)
+        serve = partial(self._serve, pool)
+        self._accepting = AcceptThread(self._listener, "kv-data", self._newcomers, serve)
 
     def close(self) -> None:
         """Close all connections, and wait for a moment until nothing is sent any more."""
@@ -112,14 +111,14 @@ class DataServer:
                 stream.hang_up()
         self._newcomers.close(_CLOSE_S)
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, pool: ServedPool, connection: socket.socket) -> None:
         """The thread of one connection."""
         stream = Stream(connection)
         try:
-            mode, outlet = self._open(stream)
+            mode, outlet = self._open(pool, stream)
             try:
                 while True:
-                    self._serve_request(stream, mode, outlet)
+                    _serve_request(pool, stream, mode, outlet)
             finally:
                 outlet.close()
         except (HandoffFailed, Unauthenticated) as error:
@@ -132,19 +131,18 @@ class DataServer:
                 self._pullers.discard(stream)
             stream.close()
 
-    def _open(self, stream: Stream) -> tuple[wire.Mode, Outlet]:
+    def _open(self, pool: ServedPool, stream: Stream) -> tuple[wire.Mode, Outlet]:
         """Authenticate the puller and open its outlet. Raises HandoffFailed, Unauthenticated."""
-        assert self._pool is not None
-        deadline, pool = Deadline(OPENING_S), self._pool
+        deadline = Deadline(OPENING_S)
         stream.wrap(self._wrap, deadline)
-        theirs = Listener(self._key_of, (wire.PURPOSE,), self._addresses)
+        key_of = keys_of(pool.description.incarnation, pool.key)
+        theirs = Listener(key_of, (wire.PURPOSE,), self._addresses)
         opening = bytes(stream.read(OPENING_BYTES, deadline))
         stream.write(theirs.challenge(opening), deadline)
         answer = bytes(stream.read(ANSWER_BYTES, deadline))
         terms = bytes(stream.read(wire.TERMS_BYTES, deadline))
-        mode, cut = wire.unpack_terms(terms, pool.description.block_bytes)
-        pair_id = bytes(stream.read(mode.id_bytes, deadline))
-        theirs.check(answer, terms + pair_id)
+        theirs.check(answer, terms)
+        mode, cut, pair_id = wire.unpack_terms(terms, pool.description.block_bytes)
         if mode not in self._outlets:
             raise HandoffFailed(f"there is no {mode.name} here")
         self._newcomers.proven()
@@ -160,34 +158,24 @@ class DataServer:
             raise HandoffFailed("it requested only the description")
         return mode, self._outlets[mode](stream, cut, pair_id)
 
-    def _key_of(self, opening: Opening) -> bytes | None:
-        assert self._pool is not None
-        is_ours = opening.listener == self._pool.description.incarnation
-        return pair_key(self._pool.key, opening.dialer) if is_ours else None
 
-    def _serve_request(self, stream: Stream, mode: wire.Mode, outlet: Outlet) -> None:
-        """Wait for one request and serve it. Raises HandoffFailed when the puller is gone."""
-        head = stream.read(1, Deadline(None))
-        deadline = Deadline(_REQUEST_S)
-        head += stream.read(wire.REQUEST_BYTES - 1, deadline)
-        num_blocks, crc = wire.unpack_request(head)
-        body = stream.read(num_blocks * wire.BYTES_PER_BLOCK, deadline)
-        ids, announced = wire.unpack_body(body, num_blocks, crc)
-        assert self._pool is not None
-        if ids.view(np.uint64).max() >= self._pool.description.num_blocks:  # or below zero
-            raise HandoffFailed("it requests a block outside the pool")
-        outcome = self._judge(ids, announced)
-        if outcome is PullOutcome.OK:
-            if mode.sends_begin:
-                stream.write(wire.pack_begin(), Deadline(_REQUEST_S))
-            outlet.send(ids)
-            outcome = self._judge(ids, announced)
-        elif not mode.sends_begin:
-            outlet.send(np.full_like(ids, PADDING_BLOCK))  # the puller receives as many blocks
-        stream.write(wire.pack_end(outcome), Deadline(_REQUEST_S))
-
-    def _judge(self, ids: Ids, announced: Generations) -> PullOutcome:
-        """Whether the blocks still have the announced generations."""
-        assert self._pool is not None
-        is_current = np.array_equal(self._pool.generations.read_many(ids), announced)
-        return PullOutcome.OK if is_current else PullOutcome.STALE
+def _serve_request(pool: ServedPool, stream: Stream, mode: wire.Mode, outlet: Outlet) -> None:
+    """Wait for one request and serve it. Raises HandoffFailed when the puller is gone."""
+    head = stream.read(1, Deadline(None))
+    deadline = Deadline(_REQUEST_S)
+    head += stream.read(wire.REQUEST_BYTES - 1, deadline)
+    num_blocks, crc = wire.unpack_request(head)
+    body = stream.read(num_blocks * wire.BYTES_PER_BLOCK, deadline)
+    ids, announced = wire.unpack_body(body, num_blocks, crc)
+    if ids.view(np.uint64).max() >= pool.description.num_blocks:  # or below zero
+        raise HandoffFailed("it requests a block outside the pool")
+    is_current = pool.generations.match(ids, announced)
+    if is_current:
+        if mode.sends_begin:
+            stream.write(wire.pack_begin(), Deadline(_REQUEST_S))
+        outlet.send(ids)
+        is_current = pool.generations.match(ids, announced)
+    elif not mode.sends_begin:
+        outlet.send(np.full_like(ids, PADDING_BLOCK))  # the puller receives as many blocks
+    verdict = PullOutcome.OK if is_current else PullOutcome.STALE
+    stream.write(wire.pack_end(verdict), Deadline(_REQUEST_S))

@@ -3,7 +3,7 @@
     puller                                   source
       │ core/channels/handshake.py             │  with the key that the source gave this puller over
       │ ◄────────────────────────────────────► │  their link; the answer covers what follows:
-      │ mode, the piece of each block          │
+      │ mode, the piece of each block, an id   │
       │ ─────────────────────────────────────► │
       │   description of the pool              │
       │ ◄───────────────────────────────────── │
@@ -37,17 +37,17 @@ MAX_FRAME_BYTES = 1 << 20
 MAX_REQUEST_BLOCKS = 16_384
 PAIR_ID_BYTES = 128  # sizeof(ncclUniqueId)
 
-PURPOSE = b"kv data 8"  # of the handshake; the number is the version of what is sent here
-_MODE = struct.Struct("<H")
-_CUT = struct.Struct("<4I")  # rows, width, pitch and offset in the source's blocks
+PURPOSE = b"kv data 9"  # of the handshake; the number is the version of what is sent here
+# Mode; rows, width, pitch and offset in the source's blocks (0: only the description is requested);
+# the pair's id.
+_TERMS = struct.Struct(f"<H4I{PAIR_ID_BYTES}s")
 _LENGTH = struct.Struct("<I")
 _REQUEST = struct.Struct("<4sII")  # tag, number of blocks, CRC-32
 _FRAME = struct.Struct("<4sII")  # tag, length or outcome, CRC-32 of the data
 _TAG_REQUEST, _TAG_BEGIN, _TAG_DATA, _TAG_END = b"PULL", b"BEGN", b"DATA", b"DONE"
 
-TERMS_BYTES = _MODE.size + _CUT.size
+TERMS_BYTES = _TERMS.size
 LENGTH_BYTES = _LENGTH.size
-_NO_CUT = bytes(_CUT.size)  # in place of a piece: only the description is requested
 REQUEST_BYTES = _REQUEST.size
 FRAME_BYTES = _FRAME.size
 BYTES_PER_BLOCK = 16  # of a request's body
@@ -59,12 +59,7 @@ class Mode(enum.IntEnum):
     """How the blocks are sent."""
 
     BYTES = 0  # on this connection
-    NCCL = 1  # between the GPUs; the pair's id follows the piece
-
-    @property
-    def id_bytes(self) -> int:
-        """The length of that id."""
-        return PAIR_ID_BYTES if self is Mode.NCCL else 0
+    NCCL = 1  # between the GPUs, which connect by the pair's id
 
     @property
     def sends_begin(self) -> bool:
@@ -74,19 +69,18 @@ class Mode(enum.IntEnum):
 
 def pack_terms(mode: Mode, cut: BlockCut | None, pair_id: bytes) -> bytes:
     """Sent with a puller's part of the handshake. `cut` None: only the description is requested."""
-    piece = _NO_CUT
+    piece = (0, 0, 0, 0)
     if cut is not None:
-        piece = _CUT.pack(cut.num_rows, cut.width, cut.source_pitch, cut.source_offset)
-    return _MODE.pack(mode) + piece + pair_id
+        piece = (cut.num_rows, cut.width, cut.source_pitch, cut.source_offset)
+    return _TERMS.pack(mode, *piece, pair_id)
 
 
-def unpack_terms(packed: bytes | bytearray, block_bytes: int) -> tuple[Mode, BlockCut | None]:
-    """Decode the first TERMS_BYTES; the mode's id follows them. Raises HandoffFailed."""
-    (mode,) = _MODE.unpack_from(packed)
+def unpack_terms(packed: bytes, block_bytes: int) -> tuple[Mode, BlockCut | None, bytes]:
+    """The mode, the piece, the pair's id. Raises HandoffFailed."""
+    mode, *piece, pair_id = _TERMS.unpack(packed)
     if mode not in set(Mode):
         raise HandoffFailed("it requests an unknown mode of transfer")
-    cut = packed[_MODE.size : TERMS_BYTES]
-    return Mode(mode), _unpack_cut(cut, block_bytes) if any(cut) else None
+    return Mode(mode), _cut_of(block_bytes, *piece) if any(piece) else None, pair_id
 
 
 def pack_length(num_bytes: int) -> bytes:
@@ -102,9 +96,8 @@ def unpack_length(packed: bytes | bytearray) -> int:
     return int(num_bytes)
 
 
-def _unpack_cut(packed: bytes | bytearray, block_bytes: int) -> BlockCut:
+def _cut_of(block_bytes: int, num_rows: int, width: int, pitch: int, offset: int) -> BlockCut:
     """The piece, contiguous at this end. Raises HandoffFailed if it is not within a block."""
-    num_rows, width, pitch, offset = _CUT.unpack(packed)
     is_cut = num_rows and width and pitch and block_bytes % pitch == 0
     row, begin = divmod(offset, pitch) if is_cut else (0, 0)
     if not is_cut or begin + width > pitch or row + num_rows > block_bytes // pitch:

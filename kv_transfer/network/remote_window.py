@@ -68,7 +68,6 @@ class Carrier(Protocol):
 
     def connect(self, deadline: Deadline | None = None) -> DataClient:
         """Connect to the source again, by `deadline`. Raises HandoffFailed."""
-        ...
 
     def receive(
         self, client: DataClient, num_blocks: int, block_ids: Ids | None, deadline: Deadline
@@ -77,19 +76,15 @@ class Carrier(Protocol):
 
         Returns False if they were damaged. Raises HandoffFailed.
         """
-        ...
 
     def commit(self, block_ids: Ids) -> None:
         """The verdict was OK: make sure that the blocks are in the pool."""
-        ...
 
     def first_piece(self) -> bytes:
         """The first block's piece, after `receive` without ids."""
-        ...
 
     def hang_up(self) -> None:
         """End the connection: nothing may be received on it any more."""
-        ...
 
 
 class RemoteWindow(PullThread):

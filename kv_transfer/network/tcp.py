@@ -41,11 +41,9 @@ class BlockBytes(Protocol):
 
     def read(self, block_ids: Ids) -> Bytes:
         """A copy [blocks * piece_bytes], valid until the next call."""
-        ...
 
     def write(self, block_ids: Ids, data: Bytes) -> None:
         """Copy `data`, from `read` at the source, into local blocks."""
-        ...
 
 
 class HostBlockBytes:
@@ -138,11 +136,7 @@ class _TcpCarrier:
     connects_quickly = True
 
     def __init__(
-        self,
-        source: RemotePool,
-        cut: BlockCut,
-        blocks: BlockBytes,
-        wrap: WrapSocket,
+        self, source: RemotePool, cut: BlockCut, blocks: BlockBytes, wrap: WrapSocket
     ) -> None:
         self._source = source
         self._cut = cut

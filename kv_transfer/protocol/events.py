@@ -20,7 +20,7 @@ from ...engine.kv.block_pool import BlockRefs, Reservation
 from ..window.block_pairs import BlockPairs
 from ..window.network_address import PoolAccess
 from ..window.transport import PullOutcome
-from .messages import HandoffState, Message
+from .messages import HandoffState, Message, Refused
 
 # ---- events of both sides
 
@@ -165,16 +165,10 @@ class PullEnded:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    incarnation: str
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class ClosePeer:
-    """Refuse this pair: send the reason and end its stream."""
+    """Send `message` to this peer; `Refused` ends the stream behind it."""
 
     incarnation: str
-    error: BatonError = field(compare=False)
+    message: Message | Refused
 
 
 # ---- effects of the source
@@ -283,7 +277,7 @@ PeerEvent: TypeAlias = PeerLinked | PeerLost | PeerMessage | Tick
 
 OfferEvent: TypeAlias = Offered | Chunk | Withdrawn
 SourceEvent: TypeAlias = PeerEvent | OfferEvent
-SourceEffect: TypeAlias = Send | ClosePeer | ReleaseBlocks | PinPrefix
+SourceEffect: TypeAlias = Send | ReleaseBlocks | PinPrefix
 
 PullEvent: TypeAlias = (
     Intended | IntentCancelled | Reserved | WindowOpened | WindowFailed | PullEnded
@@ -293,4 +287,4 @@ PullEffect: TypeAlias = (
     | Complete | Failed | DropReservation
 )  # fmt: skip
 PullerEvent: TypeAlias = PeerEvent | PullEvent
-PullerEffect: TypeAlias = Send | ClosePeer | PullEffect
+PullerEffect: TypeAlias = Send | PullEffect

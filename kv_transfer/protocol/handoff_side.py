@@ -1,5 +1,5 @@
-"""What both sides of the hand-off have in common: their peers, their transfers, and the tombstones
-of transfers that are over.
+"""What both sides of the hand-off have in common: their events, their transfers, and the tombstones
+of transfers that are over. For their peers see pairing.py.
 
 `source.Source` and `puller.Puller` are the two sides; they decide what happens to one transfer.
 """
@@ -7,15 +7,15 @@ of transfers that are over.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import OrderedDict
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from ...core.errors import BatonError, HandoffFailed, NodeLost
 from ...core.ports import Clock
-from .events import ClosePeer, PeerEvent, PeerLinked, PeerLost, PeerMessage, Send, Tick
+from .events import PeerEvent, PeerLinked, PeerLost, PeerMessage, Send, Tick
 from .messages import Hello, Message
-from .pairing import Pair, PairState
+from .pairing import OwnEffect, PairedSide, PairState
 
 TOMBSTONE_S = 30.0
 _MAX_TOMBSTONES = 65_536  # a peer that invents ids must not fill our memory
@@ -32,26 +32,18 @@ class Transfer(Protocol):
 
 T = TypeVar("T", bound=Transfer)
 OwnEvent = TypeVar("OwnEvent")
-OwnEffect = TypeVar("OwnEffect")
 
 
-class HandoffSide(ABC, Generic[T, OwnEvent, OwnEffect]):
-    """All transfers of one engine on one side; one thread calls it.
-
-    `pairs`: the peers with an open stream, by incarnation; `transfers`: by id.
-    """
-
-    _peer: ClassVar[str]  # the other side's name in errors
+class HandoffSide(PairedSide[OwnEffect], Generic[T, OwnEvent, OwnEffect]):
+    """All transfers of one engine on one side, by id; one thread calls it."""
 
     def __init__(self, hello: Hello, clock: Clock) -> None:
-        self._hello = hello
+        super().__init__(hello)
         self._clock = clock
-        self.pairs: dict[str, Pair] = {}
         self.transfers: dict[str, T] = {}
         self.tombstones = Tombstones(clock)
-        self._effects: list[Send | ClosePeer | OwnEffect] = []
 
-    def handle(self, event: PeerEvent | OwnEvent) -> list[Send | ClosePeer | OwnEffect]:
+    def handle(self, event: PeerEvent | OwnEvent) -> list[Send | OwnEffect]:
         """Process one event; returns what the caller must do now, in this order. Never raises
         because of what a peer or a gateway sent."""
         match event:
@@ -86,19 +78,7 @@ class HandoffSide(ABC, Generic[T, OwnEvent, OwnEffect]):
     def _end(self, transfer: T, error: BatonError | None, *, notify: bool = True) -> None:
         """End a transfer and, if `notify`, inform its peer."""
 
-    def _on_linked(self, peer: str) -> None:
-        """The stream to a peer was opened; nothing has come over it yet."""
-
-    @abstractmethod
-    def _on_matched(self, peer: str, pair: Pair) -> None:
-        """The peer's first Hello came, and fits."""
-
-    @abstractmethod
-    def _on_lost(self, peer: str, pair: Pair | None, error: BatonError) -> None:
-        """The stream to a peer is gone: end its transfers without sending to it. `pair`: its last
-        state."""
-
-    # ---- peers and time
+    # ---- messages and time
 
     def _on_peer_message(self, peer: str, message: Message) -> None:
         """What comes before Hello was sent by a peer that had not noticed yet that its stream was
@@ -108,26 +88,11 @@ class HandoffSide(ABC, Generic[T, OwnEvent, OwnEffect]):
             return
         try:
             if isinstance(message, Hello):
-                if pair.match(peer, self._hello, message):
-                    self._on_matched(peer, pair)
+                self._on_hello(peer, pair, message)
             elif pair.state is not PairState.LINKED:
                 self._on_message(peer, message)
         except HandoffFailed as error:
             self._refuse(peer, error)
-
-    def _on_peer_linked(self, linked: PeerLinked) -> None:
-        peer = linked.incarnation
-        if peer in self.pairs:
-            self._drop_peer(peer, NodeLost(f"the stream to the {self._peer} was replaced"))
-        self.pairs[peer] = Pair(linked.host, linked.opens_late)
-        self._on_linked(peer)
-
-    def _refuse(self, peer: str, error: BatonError) -> None:
-        self._drop_peer(peer, error)
-        self._effects.append(ClosePeer(peer, error))
-
-    def _drop_peer(self, peer: str, error: BatonError) -> None:
-        self._on_lost(peer, self.pairs.pop(peer, None), error)
 
     def _on_tick(self, now_s: float) -> None:
         self.tombstones.purge()

@@ -1,4 +1,4 @@
-"""The set-up of a pair of engines: the peer's Hello is checked before any of its messages counts.
+"""The pairs of one side: the peer's Hello is checked before any of its messages counts.
 
 PeerLinked      Hello fits             a puller's: window is wanted      it is open
     └──► LINKED ──────────► MATCHED ──────────────────────► OPENING ──────────► READY
@@ -10,11 +10,16 @@ Knows no transfer.
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
 
-from ...core.errors import FingerprintMismatch, HandoffFailed
+from ...core.errors import BatonError, FingerprintMismatch, HandoffFailed, NodeLost
 from ..window.network_address import PoolAccess
-from .messages import Hello
+from .events import PeerLinked, Send
+from .messages import Hello, Refused
+
+OwnEffect = TypeVar("OwnEffect")
 
 
 class PairState(enum.Enum):
@@ -41,18 +46,58 @@ class Pair:
     access: PoolAccess | None = None
     sees_steps: bool = False  # the puller can read how many steps the source has completed
 
-    def match(self, peer: str, ours: Hello, theirs: Hello) -> bool:
-        """Check the Hello that came over the stream to `peer`. Returns whether it was the first.
 
-        Raises FingerprintMismatch, or HandoffFailed if another incarnation sent it.
-        """
+class PairedSide(ABC, Generic[OwnEffect]):
+    """One side of the hand-off, as far as its peers are concerned.
+
+    `pairs`: the peers with an open stream, by incarnation.
+    """
+
+    _peer: ClassVar[str]  # the other side's name in errors
+
+    def __init__(self, hello: Hello) -> None:
+        self._hello = hello
+        self.pairs: dict[str, Pair] = {}
+        self._effects: list[Send | OwnEffect] = []
+
+    # ---- what a side adds
+
+    def _on_linked(self, peer: str) -> None:
+        """The stream to a peer was opened; nothing has come over it yet."""
+
+    @abstractmethod
+    def _on_matched(self, peer: str, pair: Pair) -> None:
+        """The peer's first Hello came, and fits."""
+
+    @abstractmethod
+    def _on_lost(self, peer: str, pair: Pair | None, error: BatonError) -> None:
+        """The stream to a peer is gone: end its transfers without sending to it. `pair`: its last
+        state."""
+
+    # ---- the life of a pair
+
+    def _on_peer_linked(self, linked: PeerLinked) -> None:
+        peer = linked.incarnation
+        if peer in self.pairs:
+            self._drop_peer(peer, NodeLost(f"the stream to the {self._peer} was replaced"))
+        self.pairs[peer] = Pair(linked.host, linked.opens_late)
+        self._on_linked(peer)
+
+    def _on_hello(self, peer: str, pair: Pair, theirs: Hello) -> None:
+        """Raises FingerprintMismatch, or HandoffFailed if another incarnation sent it."""
         if theirs.incarnation != peer:
             raise HandoffFailed(f"the stream to {peer} is answered by {theirs.incarnation}")
-        require_equal(ours, theirs)
-        if self.state is not PairState.LINKED:
-            return False
-        self.state, self.access = PairState.MATCHED, theirs.access
-        return True
+        require_equal(self._hello, theirs)
+        if pair.state is PairState.LINKED:
+            pair.state, pair.access = PairState.MATCHED, theirs.access
+            self._on_matched(peer, pair)
+
+    def _refuse(self, peer: str, error: BatonError) -> None:
+        self._drop_peer(peer, error)
+        self._effects.append(Send(peer, Refused(error)))
+
+    def _drop_peer(self, peer: str, error: BatonError) -> None:
+        self._on_lost(peer, self.pairs.pop(peer, None), error)
 
 
 def require_equal(ours: Hello, theirs: Hello) -> None:

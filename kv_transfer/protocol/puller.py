@@ -145,14 +145,13 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         """Pull the blocks announced so far, except those that the local prefix cache holds."""
         transfer.state = PullerState.PULLING
         manifests, transfer.unpulled = transfer.unpulled, []
-        end = transfer.next_index - sum(len(manifest.blocks) for manifest in manifests)
-        for manifest in manifests:
-            seq, sources, first = manifest.seq, manifest.blocks, end
-            end += len(sources)
+        for first, manifest in manifests:
+            seq, sources = manifest.seq, manifest.blocks
             num_cached = max(0, reservation.num_cached_blocks - first)
             if num_cached >= len(sources):
                 continue
-            pairs = BlockPairs.join(sources, reservation.block_ids[first:end])[num_cached:]
+            ours = reservation.block_ids[first : first + len(sources)]
+            pairs = BlockPairs.join(sources, ours)[num_cached:]
             transfer.in_flight.add(seq)
             pull = StartPull(transfer.transfer_id, seq, transfer.source, pairs, manifest.step)
             self._effects.append(pull)
@@ -226,7 +225,6 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             self._end(transfer, error)
             return
         transfer.start_lease(manifest.lease_remaining_s, self._clock.monotonic_s())
-        transfer.unpulled.append(manifest)
         if transfer.reservation is not None:
             self._pull(transfer, transfer.reservation)
         elif transfer.state is PullerState.ATTACHED:

@@ -54,7 +54,8 @@ class PullerTransfer:
     next_seq: int = 0
     next_index: int = 0  # of a block
     handoff: HandoffState | None = None  # set by the last manifest
-    unpulled: list[Manifest] = field(default_factory=list)  # that came before the reservation
+    # With the index of each one's first block; they wait for the reservation.
+    unpulled: list[tuple[int, Manifest]] = field(default_factory=list)
     reservation: Reservation | None = None
     in_flight: set[int] = field(default_factory=set)  # manifests whose pulls have not ended
     is_orphaned: bool = False  # the source was lost when all that is needed was in flight
@@ -94,6 +95,7 @@ class PullerTransfer:
         self.next_seq += 1
         self.next_index = end
         self.handoff = manifest.state
+        self.unpulled.append((first, manifest))
         return True
 
     def expiry(self, now_s: float) -> BatonError:

@@ -72,17 +72,6 @@ class SourceTransfer:
     num_blocks: int = 0  # that the engine has announced so far
     num_tokens: int = 0  # computed so far
 
-    def take_next(self) -> tuple[Chunk, int] | None:
-        """The next chunk that may be sent now, and the step that the puller must wait for."""
-        if not self.is_attached or not self.unsent:
-            return None
-        chunk = self.unsent[0]
-        is_computed = chunk.num_tokens <= self.num_tokens
-        if not is_computed and not self.sees_steps:
-            return None
-        self.unsent.popleft()
-        return chunk, 0 if is_computed else chunk.step
-
     def expiry(self, now_s: float) -> BatonError:
         """Why it ends at `expires_s`."""
         if self.offer is None:
@@ -191,28 +180,21 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
             self._end(transfer, error, notify=False)
 
     def _on_attach(self, puller: str, attach: Attach) -> None:
+        """It may come before the prompt is offered; a prefix is offered now or never."""
         transfer_id = attach.transfer_id
-        if transfer_id not in self.transfers and self.tombstones.get(transfer_id) is None:
-            self._await_offer(puller, attach)
-        elif (transfer := self._owned_or_denied(puller, transfer_id)) is not None:
-            transfer.is_attached = True
-            transfer.sees_steps = attach.sees_steps
-            self._renew(transfer)
-            self._flush(transfer)
-
-    def _await_offer(self, puller: str, attach: Attach) -> None:
-        """The prompt is not offered yet; a prefix, if requested, is offered now or never."""
-        self.transfers[attach.transfer_id] = SourceTransfer(
-            attach.transfer_id,
-            puller,
-            SourceState.AWAITED,
-            is_attached=True,
-            sees_steps=attach.sees_steps,
-            expires_s=self._clock.monotonic_s() + self._lease_s,
-        )
-        if attach.block_hashes:
-            ticket = Ticket(attach.transfer_id, self._hello.incarnation, puller)
+        is_new = transfer_id not in self.transfers and self.tombstones.get(transfer_id) is None
+        if is_new:
+            until_s = self._clock.monotonic_s() + self._lease_s
+            awaited = SourceTransfer(transfer_id, puller, SourceState.AWAITED, expires_s=until_s)
+            self.transfers[transfer_id] = awaited
+        if (transfer := self._owned_or_denied(puller, transfer_id)) is None:
+            return
+        transfer.is_attached, transfer.sees_steps = True, attach.sees_steps
+        if is_new and attach.block_hashes:
+            ticket = Ticket(transfer_id, self._hello.incarnation, puller)
             self._effects.append(PinPrefix(ticket, attach.block_hashes))
+        self._renew(transfer)
+        self._flush(transfer)
 
     def _on_release(self, puller: str, transfer_id: str) -> None:
         if (transfer := self._owned(puller, transfer_id)) is not None:
@@ -245,17 +227,21 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
 
     def _flush(self, transfer: SourceTransfer) -> None:
         """Send the manifests of all chunks that the puller may pull now."""
-        now_s = self._clock.monotonic_s()
-        while (taken := transfer.take_next()) is not None:
-            chunk, step = taken
+        left_s = transfer.expires_s - self._clock.monotonic_s()
+        while transfer.is_attached and transfer.unsent:
+            chunk = transfer.unsent[0]
+            is_computed = chunk.num_tokens <= transfer.num_tokens
+            if not is_computed and not transfer.sees_steps:
+                return
             manifest = Manifest(
                 chunk.transfer_id,
                 transfer.num_sent,
                 chunk.blocks,
-                min(self._lease_s, max(0.0, transfer.expires_s - now_s)),
+                min(self._lease_s, max(0.0, left_s)),
                 chunk.state,
-                step,
+                step=0 if is_computed else chunk.step,
             )
+            transfer.unsent.popleft()
             transfer.num_sent += 1
             self._send(transfer.puller, manifest)
 

@@ -20,7 +20,7 @@ from ...engine.parallel.rank_channel import MessageKind
 from ...engine.parallel.rank_group import RankGroup
 
 
-class MirroredGenerations:
+class MirroredGenerations(Generations):
     """`Generations` whose page is mirrored to ranks on other hosts."""
 
     def __init__(self, page: SharedGenerations, followers: RankGroup) -> None:

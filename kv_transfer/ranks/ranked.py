@@ -64,10 +64,8 @@ def open_pieces(transports: Sequence[Transport], pieces: Sequence[SourcePiece]) 
     return JoinedWindow(windows, min(window.gbytes_per_s for window in windows))
 
 
-class JoinedWindow:
+class JoinedWindow(PoolWindow):
     """Several windows onto one source as one. `gbytes_per_s`: of all together."""
-
-    prepare = PoolWindow.prepare
 
     def __init__(self, windows: Sequence[PoolWindow], gbytes_per_s: float) -> None:
         self._windows = windows
@@ -76,8 +74,8 @@ class JoinedWindow:
 
     @property
     def num_steps(self) -> int | None:
-        """From any window: a source has one count for all its ranks."""
-        return self._windows[0].num_steps
+        """From one of this process's windows: a source has one count for all its ranks."""
+        return self._windows[-1].num_steps
 
     def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> PullHandle:
         pull = JoinedPull(len(self._windows), on_done)
@@ -120,18 +118,9 @@ class Opened:
     error: str = ""
     gbytes_per_s: float = 0.0
 
-    def require(self, rank: int) -> None:
-        """Raises HandoffFailed if the window is not open."""
-        if self.error:
-            raise HandoffFailed(f"rank {rank}: {self.error}")
-
 
 # Created at import: msgspec crashes when two threads use a type for the first time.
 _opened_decoder = msgspec.msgpack.Decoder(Opened)
-
-
-def pack_number(number: int) -> bytes:
-    return _NUMBER.pack(number)
 
 
 def unpack_number(packed: memoryview) -> int:
@@ -225,19 +214,21 @@ class WindowOpener:
         mine = open_pieces(self._mine, by_rank[0])
         if self._followers is None:
             return mine
+        payloads = [msgspec.msgpack.encode(pieces) for pieces in by_rank[1:]]
         try:
-            number, answers = self._open_on_followers(self._followers, by_rank[1:])
+            number, replies = self._followers.order_and_wait(MessageKind.OPEN_WINDOW, payloads)
         except (HandoffFailed, EngineFailed):
             mine.close()
             raise
-        speed = mine.gbytes_per_s + sum(each.gbytes_per_s for each in answers)
-        window = RankedWindow(mine, speed, self._followers, number)
-        try:
-            for rank, opened in enumerate(answers, start=1):
-                opened.require(rank)
-        except HandoffFailed:
-            window.close()
-            raise
+        answers = [_opened_decoder.decode(reply) for reply in replies]
+        speed = sum(each.gbytes_per_s for each in answers)
+        others = _FollowersWindow(mine.transport, speed, self._followers, number)
+        # In this order: a pull's orders leave before rank 0 begins its own part.
+        window = JoinedWindow([others, mine], speed + mine.gbytes_per_s)
+        for rank, opened in enumerate(answers, start=1):
+            if opened.error:
+                window.close()
+                raise HandoffFailed(f"rank {rank}: {opened.error}")
         return window
 
     def _plan(self, source: OpenWindow) -> list[list[SourcePiece]]:
@@ -263,43 +254,26 @@ class WindowOpener:
             for rank, mine in enumerate(self._parts)
         ]
 
-    @staticmethod
-    def _open_on_followers(
-        followers: RankGroup, by_rank: Sequence[Sequence[SourcePiece]]
-    ) -> tuple[int, list[Opened]]:
-        payloads = [msgspec.msgpack.encode(pieces) for pieces in by_rank]
-        number, answers = followers.order_and_wait(MessageKind.OPEN_WINDOW, payloads)
-        return number, [_opened_decoder.decode(answer) for answer in answers]
 
+@dataclass(slots=True, eq=False)
+class _FollowersWindow(PoolWindow):
+    """The windows of the other ranks onto a source, which they identify by `_number`."""
 
-class RankedWindow(JoinedWindow):
-    """Rank 0's window, and the windows of the other ranks, which identify theirs by `number`.
-
-    All are onto the same source, so what rank 0 reads of it is valid for all.
-    """
-
-    def __init__(
-        self, mine: PoolWindow, gbytes_per_s: float, followers: RankGroup, number: int
-    ) -> None:
-        super().__init__([mine], gbytes_per_s)
-        self._followers = followers
-        self._number = number
+    transport: str
+    gbytes_per_s: float
+    _followers: RankGroup
+    _number: int
 
     def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> PullHandle:
-        pull = JoinedPull(2, on_done)
-
         def ended(answers: list[bytes]) -> None:
-            pull.ended(worst([PullOutcome(answer.decode()) for answer in answers]))
+            on_done(worst([PullOutcome(answer.decode()) for answer in answers]))
 
-        messages = [pack_pull(self._number, pairs)] * self._followers.num_ranks
-        order = self._followers.order(MessageKind.PULL, messages, ended)
-        pull.handles.append(_Order(self._followers, order))
-        pull.handles.append(self._windows[0].start_pull(pairs, pull.ended))
-        return pull
+        message = pack_pull(self._number, pairs)
+        order = self._followers.order(MessageKind.PULL, message, ended)
+        return _Order(self._followers, order)
 
     def close(self) -> None:
-        self._followers.send(MessageKind.CLOSE_WINDOW, pack_number(self._number))
-        super().close()
+        self._followers.send(MessageKind.CLOSE_WINDOW, _NUMBER.pack(self._number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,4 +284,4 @@ class _Order:
     number: int
 
     def cancel(self) -> None:
-        self.followers.send(MessageKind.CANCEL_PULL, pack_number(self.number))
+        self.followers.send(MessageKind.CANCEL_PULL, _NUMBER.pack(self.number))

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ...core.errors import HandoffFailed
 from ...engine.kv.kv_memory import CpuKvMemory
-from ..export.pool_address import PoolDescription, PoolExporter, PoolPart, received
+from ..export.pool_address import received
 from ..window.block_pieces import BlockCut, BlockPiece
 from ..window.network_address import RemotePool
 from .shm_window import ShmWindow
-
-
-def export_host_pool(
-    incarnation: str,
-    pool: CpuKvMemory,
-    generations_fd: int,
-    key: bytes,
-    parts: Sequence[PoolPart] = (),
-) -> PoolExporter:
-    """Export `pool` to this host's pullers that hold a key derived from `key`.
-
-    Raises StartupFailed if the incarnation is exported already.
-    """
-    shape = (pool.block_bytes, pool.num_blocks)
-    description = PoolDescription(incarnation, *shape, parts=tuple(parts))
-    return PoolExporter(description, [pool.fd, generations_fd], key)
 
 
 class ShmTransport:

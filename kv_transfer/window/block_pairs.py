@@ -36,10 +36,3 @@ class BlockPairs:
     def __getitem__(self, part: slice) -> BlockPairs:
         ids = np.ascontiguousarray(self.ids[:, part])  # an upload needs it so
         return BlockPairs(ids, self.generations[part])
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, BlockPairs)
-            and np.array_equal(self.ids, other.ids)
-            and np.array_equal(self.generations, other.generations)
-        )

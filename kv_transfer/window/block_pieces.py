@@ -129,7 +129,8 @@ class BlockCut:
     def of(cls, piece: BlockPiece | None, block_bytes: int) -> BlockCut:
         """Of local blocks of `block_bytes`; `piece` None: whole blocks."""
         if piece is None or piece.is_whole:
-            return cls.whole(block_bytes)
+            size = block_bytes
+            return cls(1, size, size, 0, size, 0, size, size)  # as one row
         heads, layers = piece.heads, piece.layers
         head_bytes, rest = divmod(block_bytes, 2 * layers.num_here * heads.num_here)
         assert not rest, "a block that does not consist of its rows' heads"
@@ -143,12 +144,6 @@ class BlockCut:
             pitch, source_pitch = block_bytes, source_block_bytes
         ends = (source_block_bytes, block_bytes)
         return cls(num_rows, width, source_pitch, source_offset, pitch, offset, *ends)
-
-    @classmethod
-    def whole(cls, block_bytes: int) -> BlockCut:
-        """All of a block, as one row."""
-        size = block_bytes
-        return cls(1, size, size, 0, size, 0, size, size)
 
     @property
     def is_whole(self) -> bool:

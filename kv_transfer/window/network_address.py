@@ -7,12 +7,14 @@ stream; port and key came over that stream, which authenticated both ends. Opens
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from msgspec import Meta
 
 from ...core.channels.addresses import HOST_ID_BYTES
+from ...core.channels.handshake import Opening
 
 KEY_BYTES = 32
 
@@ -23,6 +25,11 @@ def pair_key(engine_key: bytes, puller: str) -> bytes:
     All ranks of the source can check it, and no puller can derive another puller's key.
     """
     return hmac.digest(engine_key, b"puller" + bytes.fromhex(puller), "sha256")
+
+
+def keys_of(pool: str, engine_key: bytes) -> Callable[[Opening], bytes | None]:
+    """For handshakes: the key of each puller that wants this pool."""
+    return lambda theirs: pair_key(engine_key, theirs.dialer) if theirs.listener == pool else None
 
 
 @dataclass(frozen=True, slots=True)

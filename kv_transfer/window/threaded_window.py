@@ -5,19 +5,15 @@ start_pull ─► queue ─► the window's thread: copy_blocks ─► on_done  
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ...core.errors import HandoffFailed
 from .block_pairs import BlockPairs
-from .transport import PoolWindow, PullOutcome
-
-_log = logging.getLogger(__name__)
+from .transport import PoolWindow, PullOutcome, failure
 
 
 @dataclass(eq=False)
@@ -33,10 +29,9 @@ class Pull:
         self.is_cancelled = True  # checked before the next piece
 
 
-class PullThread(ABC):
-    """A `transport.PoolWindow` with a thread that copies, or waits for copies."""
+class PullThread(PoolWindow):
+    """A window with a thread that copies, or waits for copies."""
 
-    prepare = PoolWindow.prepare  # nothing to prepare: the thread does all
     _is_closed = False
 
     def __init__(self, incarnation: str) -> None:
@@ -54,11 +49,6 @@ class PullThread(ABC):
     @abstractmethod
     def release(self) -> None:
         """On the thread, at its end: free what it used. All pulls are reported."""
-
-    @property
-    def num_steps(self) -> int | None:
-        """None: the source's steps cannot be read through this window."""
-        return None
 
     def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> Pull:
         return self._put(Pull(pairs, on_done))
@@ -82,9 +72,6 @@ class PullThread(ABC):
             try:
                 outcome = self.copy_blocks(pull)
             except Exception as error:
-                # A pull that never reports would keep its reservation for ever.
-                is_ours = not isinstance(error, HandoffFailed)
-                _log.error("a pull from %s failed: %s", self._incarnation, error, exc_info=is_ours)
-                outcome = PullOutcome.FAILED
+                outcome = failure(self._incarnation, error)
             pull.on_done(outcome)
         self.release()

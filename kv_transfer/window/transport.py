@@ -37,32 +37,39 @@ def worst(outcomes: Iterable[PullOutcome]) -> PullOutcome:
     return max(outcomes, key=tuple(PullOutcome).index)
 
 
+def failure(source: str, error: Exception) -> PullOutcome:
+    """The outcome of a pull that ends with `error`, which is logged. To be caught whatever it is: a
+    pull that never reports would keep its reservation for ever."""
+    is_ours = not isinstance(error, HandoffFailed)
+    # As a text: a log record that somebody keeps must not keep the frames, which use the memory.
+    _log.error("a pull from source %s broke: %s", source, str(error), exc_info=is_ours)
+    return PullOutcome.FAILED
+
+
 class PullHandle(Protocol):
     """One pull in flight."""
 
     def cancel(self) -> None:
         """End the pull early. It still reports, and may still report OK."""
-        ...
 
 
 Starter: TypeAlias = Callable[[Callable[[PullOutcome], None]], PullHandle]
 
 
 class PoolWindow(Protocol):
-    """Access of this process to one source's pool, canary checked, until `close`."""
+    """Access of this process to one source's pool, canary checked, until `close`.
 
-    @property
-    def transport(self) -> str: ...
+    `gbytes_per_s`: measured when the window was opened.
+    """
 
-    @property
-    def gbytes_per_s(self) -> float:
-        """Measured when the window was opened."""
-        ...
+    transport: str
+    gbytes_per_s: float
 
     @property
     def num_steps(self) -> int | None:
-        """How many of the source's steps have written their KV; None: it cannot be read."""
-        ...
+        """How many of the source's steps have written their KV; None, as by default: it cannot be
+        read."""
+        return None
 
     def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> PullHandle:
         """Copy all pairs, one at least; each generation is checked before and after its copy.
@@ -70,7 +77,6 @@ class PoolWindow(Protocol):
         Returns at once. `on_done` is called exactly once, from a thread of the window; until then
         the destination blocks may be written and must stay fenced.
         """
-        ...
 
     def prepare(self, pairs: BlockPairs) -> Starter:
         """Do the part of `start_pull` that is possible before the blocks are written. The caller
@@ -82,7 +88,6 @@ class PoolWindow(Protocol):
 
     def close(self) -> None:
         """Accept no more pulls. Accepted pulls end and report, then the memory is unmapped."""
-        ...
 
 
 class Transport(Protocol):
@@ -96,7 +101,6 @@ class Transport(Protocol):
 
         Raises HandoffFailed with the reason.
         """
-        ...
 
 
 def open_window(

@@ -107,10 +107,13 @@ class EngineChannels:
         if (link := self._links.get((Kind.GATEWAY, name))) is not None:
             self._send(link, message.SerializeToString())
 
-    def to_peer(self, kind: Kind, incarnation: str, message: Message) -> None:
-        """Does nothing if the peer is gone."""
+    def to_peer(self, kind: Kind, incarnation: str, message: Message | Refused) -> None:
+        """Does nothing if the peer is gone. Behind Refused, the loop ends its link when it gets the
+        LinkOver."""
         if (link := self._links.get((kind, incarnation))) is not None:
             self._send(link, encode(message))
+            if isinstance(message, Refused):
+                self._inbox.put(LinkOver(link, message.error))
 
     def refuse(self, link: Link, error: BatonError) -> None:
         """Send the last message of a link: why it ends. The caller has to remove the link."""
@@ -119,12 +122,6 @@ class EngineChannels:
             self._send(link, refused.SerializeToString())
         else:
             self._send(link, encode(Refused(error)))
-
-    def end_peer(self, kind: Kind, incarnation: str, error: BatonError) -> None:
-        """Refuse a peer; the loop ends its link when it gets the LinkOver."""
-        if (link := self._links.get((kind, incarnation))) is not None:
-            self.refuse(link, error)
-            self._inbox.put(LinkOver(link, error))
 
     def _send(self, link: Link, payload: bytes) -> None:
         try:

@@ -132,7 +132,7 @@ class DispatchGate:
                 self._refuse(dispatch)
             return None
         if has_failed:
-            self._refuse(codec.adapter_from_wire(dispatch.adapter))
+            self._refuse(Adapter(**codec.same_fields(dispatch.adapter, Adapter)))
         if isinstance(found, BatonError):  # the engine reports it
             log.warning("%s: %s", dispatch.request_id, found.message)
         if self._waiting.pop((dispatch.request_id, dispatch.attempt), None) != gateway:

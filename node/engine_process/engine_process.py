@@ -45,7 +45,7 @@ from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.inbox import Inbox
 from ..peers.peers import Peers
-from ..peers.prefixes import PrefixFetches, PrefixLoans
+from ..peers.prefixes import Prefixes
 from ..peers.windows import Windows
 from ..requests.request_io import RequestIO
 from .cache_report import CacheReport
@@ -194,8 +194,8 @@ def _serve(
     mine = transports(runner.kv, node_config, tls, is_spread=any(ranks.hosts))
     opener = WindowOpener(mine, parts, ranks.followers, host_id(), wrapping(tls))
     puller = Puller(hello, clock, LINK_WAIT_S)
-    make_fetches = partial(
-        PrefixFetches,
+    make_prefixes = partial(
+        Prefixes,
         engine,
         puller,
         clock,
@@ -209,8 +209,7 @@ def _serve(
         partial(Windows, opener.open, inbox.put),
         links.channels,
         requests.flush,
-        PrefixLoans(engine),
-        make_fetches,
+        make_prefixes,
         clock,
     )
     role = plan.build(engine, requests, peers, clock)

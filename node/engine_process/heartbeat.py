@@ -46,7 +46,7 @@ def heartbeat(
         accepted_drafts=totals.speculation.accepted,
     )
     counters.MergeFrom(role.counts)
-    counters.MergeFrom(peers.fetches.counts)
+    counters.MergeFrom(peers.prefixes.counts)
     num_leaving = requests.num_with_ticket if role.is_source else 0  # handed off to other engines
     step_cost = None
     if (cost := engine.stats.step_cost()) is not None:

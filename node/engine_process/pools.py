@@ -27,11 +27,10 @@ from ...engine.kv.kv_memory import CpuKvMemory
 from ...engine.model.sharding import heads_of_rank
 from ...engine.parallel.rank_channel import MessageKind
 from ...engine.parallel.rank_group import RankGroup
-from ...kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
+from ...kv_transfer.cuda_ipc.cuda_ipc_memory import memory_of
 from ...kv_transfer.device_transports import outlets
-from ...kv_transfer.export.pool_address import PoolDescription, PoolPart
+from ...kv_transfer.export.pool_address import PoolDescription, PoolExporter, PoolPart
 from ...kv_transfer.network.data_server import DataServer, ServedPool
-from ...kv_transfer.shm.shm import export_host_pool
 from ...kv_transfer.window.network_address import KEY_BYTES, PoolAccess
 
 _BY_MEMORY = frozenset({"auto", "shm", "cuda_ipc", "cuda_staged"})
@@ -136,17 +135,17 @@ class Offer:
 
     def begin(self, name: str, generations_fd: int, parts: Sequence[PoolPart]) -> None:
         """Serve from now on: the ports of all ranks are known."""
-        runner, key = self._runner, self._key
-        runner.write_canary(name)
+        kv, key = self._runner.kv, self._key
+        self._runner.write_canary(name)
+        described = PoolDescription(name, kv.block_bytes, kv.num_blocks, parts=tuple(parts))
         if self._by_memory:
-            if isinstance(runner.kv, CpuKvMemory):
-                exporter = export_host_pool(name, runner.kv, generations_fd, key, parts)
+            if isinstance(kv, CpuKvMemory):
+                exporter = PoolExporter(described, [kv.fd, generations_fd], key)
             else:
-                exporter = export_cuda_pool(name, runner.kv, generations_fd, key, parts)
+                on_gpu = replace(described, cuda=memory_of(kv))
+                exporter = PoolExporter(on_gpu, [generations_fd], key)
             self._begun.callback(exporter.close)
         if self._server is not None:
-            kv = runner.kv
-            described = PoolDescription(name, kv.block_bytes, kv.num_blocks, parts=tuple(parts))
             generations = GenerationsReader(generations_fd, kv.num_blocks, parts[0].pool)
             self._server.start(ServedPool(described, generations, key))
             self._begun.callback(self._server.close)

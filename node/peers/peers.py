@@ -1,11 +1,11 @@
 """Executes the effects of an engine's `Source` and `Puller`: messages, copies, and calls of a role.
 
     Attach, Renew, Release ─► Source ─┬─► manifests; blocks back ─► `on_release` of a role
-                                      └─► PinPrefix ─► prefix loans
+                                      └─► PinPrefix ─► `prefixes`
 
     Manifest, Revoked ──────► Puller ─┬─► OpenWindow ─► windows; StartPull ─► pulls
                                       └─► Reserve, Complete, Failed, DropReservation ─► a receiver:
-                                          `handoffs` (a role) or `fetches` (prefixes)
+                                          `handoffs` (a role) or `prefixes`
 
 Decides nothing: `kv_transfer.protocol` decides about leases and transfers, the engine about blocks.
 """
@@ -20,7 +20,6 @@ from ...core.errors import BatonError
 from ...core.ports import Clock
 from ...kv_transfer.protocol.events import (
     CancelPull,
-    ClosePeer,
     CloseWindow,
     Complete,
     DropReservation,
@@ -39,11 +38,12 @@ from ...kv_transfer.protocol.events import (
     Tick,
 )
 from ...kv_transfer.protocol.ledger import ledger
+from ...kv_transfer.protocol.messages import Refused
 from ...kv_transfer.protocol.puller import Puller
 from ...kv_transfer.protocol.source import Source
 from ..channels.engine_channels import EngineChannels
 from ..channels.links import Kind
-from .prefixes import LOAN_KEY, PrefixFetches, PrefixLoans
+from .prefixes import LOAN_KEY, Prefixes
 from .windows import Windows
 
 log = logging.getLogger(__name__)
@@ -75,18 +75,16 @@ class Peers:
         make_windows: Callable[[Callable[[PullerEvent], None]], Windows],
         channels: EngineChannels,
         flush_gateways: Callable[[], None],
-        loans: PrefixLoans,
-        make_fetches: Callable[[Callable[[PullerEvent], None]], PrefixFetches],
+        make_prefixes: Callable[[Callable[[PullerEvent], None]], Prefixes],
         clock: Clock,
     ) -> None:
-        """`make_windows` and `make_fetches` get the function for their events; `flush_gateways`
+        """`make_windows` and `make_prefixes` get the function for their events; `flush_gateways`
         sends the outputs queued for gateways."""
         self._source, self._puller = source, puller
         self.windows = make_windows(self.feed_puller)
         self.pulls = self.windows.pulls
         self._channels, self._flush_gateways = channels, flush_gateways
-        self._loans = loans
-        self.fetches = make_fetches(self.feed_puller)
+        self.prefixes = make_prefixes(self.feed_puller)
         self._clock = clock
         self.on_release: Callable[[str, BatonError | None], None] = lambda key, error: None
         self.handoffs: Receiver | None = None
@@ -101,14 +99,14 @@ class Peers:
     def feed_source(self, event: SourceEvent) -> None:
         for effect in self._source.handle(event):
             match effect:
-                case Send() | ClosePeer():
+                case Send():
                     self._to_peer(Kind.PULLER, effect)
                 case PinPrefix():
-                    for answer in self._loans.lend(effect):
+                    for answer in self.prefixes.lend(effect):
                         self.feed_source(answer)
                 case ReleaseBlocks(transfer_id, key, error):
                     if key == LOAN_KEY:
-                        self._loans.take_back(transfer_id)
+                        self.prefixes.take_back(transfer_id)
                     else:
                         self.on_release(key, error)
                 case _:
@@ -119,7 +117,7 @@ class Peers:
     def feed_puller(self, event: PullerEvent) -> None:
         for effect in self._puller.handle(event):
             match effect:
-                case Send() | ClosePeer():
+                case Send():
                     self._to_peer(Kind.SOURCE, effect)
                 case StartPull():
                     self.pulls.start(effect)
@@ -141,22 +139,21 @@ class Peers:
                     assert_never(effect)
 
     def _receiver(self, transfer_id: str) -> Receiver:
-        if transfer_id in self.fetches.by_transfer:
-            return self.fetches
+        if transfer_id in self.prefixes.by_transfer:
+            return self.prefixes
         assert self.handoffs is not None, "nothing is handed off to this engine"
         return self.handoffs
 
     # -- both ----------------------------------------------------------------------------------
 
-    def _to_peer(self, kind: Kind, effect: Send | ClosePeer) -> None:
+    def _to_peer(self, kind: Kind, effect: Send) -> None:
         """Send to gateways first: the error of a request must reach its gateway from the engine
         where it occurred, before the peer reports that the transfer was cancelled."""
         self._flush_gateways()
-        if isinstance(effect, Send):
-            self._channels.to_peer(kind, effect.incarnation, effect.message)
-        else:
-            log.warning("refused %s %s: %s", kind.value, effect.incarnation, effect.error.message)
-            self._channels.end_peer(kind, effect.incarnation, effect.error)
+        peer, message = effect.incarnation, effect.message
+        if isinstance(message, Refused):
+            log.warning("refused %s %s: %s", kind.value, peer, message.error.message)
+        self._channels.to_peer(kind, peer, message)
 
     def tick(self) -> float:
         """Expire what is due. Returns the next deadline on the monotonic clock; inf: none."""
@@ -170,7 +167,7 @@ class Peers:
     @property
     def is_idle(self) -> bool:
         """No prefix is lent, and no transfer into this engine is open."""
-        return not (self._loans or self._puller.transfers)
+        return not (self.prefixes.loans or self._puller.transfers)
 
     def ledger(self) -> dict[str, object]:
         """The transfers of both sides and their peers, JSON-able."""

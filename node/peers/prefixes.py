@@ -45,33 +45,6 @@ LOAN_KEY = ""  # the key of an offered prefix, which no request computes
 _LEASE_SHARE = 0.75
 
 
-class PrefixLoans:
-    """Prefixes in one engine's cache that are held for pullers."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._fences: dict[str, Fence] = {}  # by transfer
-
-    def __len__(self) -> int:
-        return len(self._fences)
-
-    def lend(self, wanted: PinPrefix) -> tuple[SourceEvent, ...]:
-        """Hold all of the blocks, or none; never wait. Returns the events for the source."""
-        ticket, lent = wanted.ticket, self._engine.prefixes.lend(wanted.block_hashes)
-        transfer_id = ticket.transfer_id
-        if lent is None:
-            return (Withdrawn(transfer_id, StaleBlocks("the prefix is not cached here")),)
-        self._fences[transfer_id], refs = lent
-        num_tokens = len(refs) * self._engine.limits.block_size
-        state = HandoffState(first_undrafted=self._engine.prefixes.first_undrafted(refs))
-        chunk = Chunk(transfer_id, refs, num_tokens, state)
-        return Offered(ticket, LOAN_KEY, deadline_s=math.inf), chunk
-
-    def take_back(self, transfer_id: str) -> None:
-        if (fence := self._fences.pop(transfer_id, None)) is not None:
-            self._engine.prefixes.give_back(fence)
-
-
 @dataclass(slots=True)
 class _Fetch:
     request: Request
@@ -80,9 +53,12 @@ class _Fetch:
     on_over: Callable[[], None] | None  # None: it was called, or is not wanted any more
 
 
-class PrefixFetches:
-    """The fetches of one engine. `by_transfer`: until their blocks are returned; `counts`: since
-    the engine's incarnation began."""
+class Prefixes:
+    """Prefixes on their way into one engine's cache, and those in it that are held for pullers.
+
+    `by_transfer`: the fetches, until their blocks are returned; `loans`: held blocks, by transfer;
+    `counts`: of fetches, since the engine's incarnation began.
+    """
 
     def __init__(
         self,
@@ -103,7 +79,28 @@ class PrefixFetches:
         self._incarnation = incarnation
         self._most_limit_s = _LEASE_SHARE * lease_s
         self.by_transfer: dict[str, _Fetch] = {}
+        self.loans: dict[str, Fence] = {}
         self.counts = node_pb2.Counters()
+
+    # -- out of the local cache ----------------------------------------------------------------
+
+    def lend(self, wanted: PinPrefix) -> tuple[SourceEvent, ...]:
+        """Hold all of the blocks, or none; never wait. Returns the events for the source."""
+        ticket, lent = wanted.ticket, self._engine.prefixes.lend(wanted.block_hashes)
+        transfer_id = ticket.transfer_id
+        if lent is None:
+            return (Withdrawn(transfer_id, StaleBlocks("the prefix cannot be lent")),)
+        self.loans[transfer_id], refs = lent
+        num_tokens = len(refs) * self._engine.limits.block_size
+        state = HandoffState(first_undrafted=self._engine.prefixes.first_undrafted(refs))
+        chunk = Chunk(transfer_id, refs, num_tokens, state)
+        return Offered(ticket, LOAN_KEY, deadline_s=math.inf), chunk
+
+    def take_back(self, transfer_id: str) -> None:
+        if (fence := self.loans.pop(transfer_id, None)) is not None:
+            self._engine.prefixes.give_back(fence)
+
+    # -- into the local cache ------------------------------------------------------------------
 
     @property
     def requests(self) -> list[Request]:

@@ -9,44 +9,36 @@ and no reservation.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from ...core.errors import HandoffFailed
 from ...kv_transfer.protocol.events import PullEnded, StartPull
-from ...kv_transfer.window.transport import PoolWindow, PullHandle, PullOutcome, Starter
-
-log = logging.getLogger(__name__)
+from ...kv_transfer.window.transport import (
+    PoolWindow,
+    PullHandle,
+    PullOutcome,
+    Starter,
+    failure,
+)
 
 Post = Callable[[Callable[[], None]], None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _PreparedPull:
-    """A prepared pull of blocks that a step of the source is still writing."""
-
-    pull: StartPull
-    window: PoolWindow
-    start: Starter
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the step has completed."""
-        return self.pull.step <= (self.window.num_steps or 0)
 
 
 @dataclass(eq=False)
 class Pulls:
     """All pulls of one engine, through its open windows (by incarnation of their sources). Each is
-    reported to `_feed` exactly once, when nothing writes to its destination any more."""
+    reported to `_feed` exactly once, when nothing writes to its destination any more.
+
+    `_begun`, `_prepared`: by transfer and number; a step of the source still writes the blocks of
+    prepared ones.
+    """
 
     _windows: Mapping[str, PoolWindow]
     _post: Post
     _feed: Callable[[PullEnded], None]
     _begun: dict[tuple[str, int], PullHandle] = field(default_factory=dict)
-    _prepared: list[_PreparedPull] = field(default_factory=list)
+    _prepared: dict[tuple[str, int], tuple[StartPull, Starter]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Pulls in flight or prepared."""
@@ -56,10 +48,15 @@ class Pulls:
         window = self._windows.get(pull.incarnation)
         if window is None:
             self._report(pull, PullOutcome.FAILED)
-        elif pull.step > (window.num_steps or 0):
-            self._prepare(window, pull)
-        else:
+        elif self._is_written(pull):
             self._begin(pull, partial(window.start_pull, pull.pairs))
+        else:
+            try:
+                start = window.prepare(pull.pairs)
+            except Exception as error:
+                self._report(pull, failure(pull.incarnation, error))
+            else:
+                self._prepared[pull.transfer_id, pull.seq] = pull, start
 
     @property
     def are_waiting(self) -> bool:
@@ -69,29 +66,17 @@ class Pulls:
 
     def poll(self) -> None:
         """Start the prepared pulls whose steps have completed."""
-        for each in [each for each in self._prepared if each.is_due]:
-            self._prepared.remove(each)
-            self._begin(each.pull, each.start)
+        for name, (pull, start) in [*self._prepared.items()]:
+            if self._is_written(pull):
+                del self._prepared[name]
+                self._begin(pull, start)
 
-    def _prepare(self, window: PoolWindow, pull: StartPull) -> None:
-        try:
-            start = window.prepare(pull.pairs)
-        except Exception as error:
-            # A pull that never reports would keep its reservation for ever.
-            is_ours = not isinstance(error, HandoffFailed)
-            log.error("no pull from source %s: %s", pull.incarnation, error, exc_info=is_ours)
-            self._report(pull, PullOutcome.FAILED)
-        else:
-            self._prepared.append(_PreparedPull(pull, window, start))
+    def _is_written(self, pull: StartPull) -> bool:
+        """Whether the step that writes the blocks, if any, has completed."""
+        return not pull.step or pull.step <= (self._windows[pull.incarnation].num_steps or 0)
 
     def _begin(self, pull: StartPull, start: Starter) -> None:
-        name = (pull.transfer_id, pull.seq)
-
-        def ended(outcome: PullOutcome) -> None:
-            self._begun.pop(name, None)
-            self._feed(PullEnded(*name, outcome))
-
-        self._begun[name] = start(lambda outcome: self._post(partial(ended, outcome)))
+        self._begun[pull.transfer_id, pull.seq] = start(partial(self._report, pull))
 
     def cancel(self, transfer_id: str) -> None:
         """End a transfer's pulls as soon as possible."""
@@ -107,12 +92,18 @@ class Pulls:
 
     def _end_prepared(self, is_over: Callable[[StartPull], bool], outcome: PullOutcome) -> None:
         """Report prepared pulls as ended."""
-        for each in [each for each in self._prepared if is_over(each.pull)]:
-            self._prepared.remove(each)
-            self._report(each.pull, outcome)
+        for name, (pull, _) in [*self._prepared.items()]:
+            if is_over(pull):
+                del self._prepared[name]
+                self._report(pull, outcome)
 
     def _report(self, pull: StartPull, outcome: PullOutcome) -> None:
-        self._post(partial(self._feed, PullEnded(pull.transfer_id, pull.seq, outcome)))
+        """Any thread may call it."""
+        self._post(partial(self._ended, pull, outcome))
+
+    def _ended(self, pull: StartPull, outcome: PullOutcome) -> None:
+        self._begun.pop((pull.transfer_id, pull.seq), None)
+        self._feed(PullEnded(pull.transfer_id, pull.seq, outcome))
 
     def transport_of(self, incarnation: str) -> str:
         """The name of the transport to this source; empty if no window is open."""

@@ -202,7 +202,7 @@ class RequestIO:
         output = self.queue_output(entry)
         output.first_index = token.index
         output.token_ids.append(token.token_id)
-        output.finish_reason = codec.finish_to_wire(token.finish_reason)
+        output.finish_reason = codec.FINISH_TO_WIRE[token.finish_reason]
         if request.sampling.logprobs is not None:
             logprobs = TokenLogprobs(token.logprob, token.top)
             output.logprobs.append(codec.logprobs_to_wire(logprobs))
@@ -217,7 +217,7 @@ class RequestIO:
         """Queue the complete output of one beam."""
         output = self.queue_output(entry)
         output.token_ids.extend(beam.token_ids)
-        output.finish_reason = codec.finish_to_wire(beam.finish_reason)
+        output.finish_reason = codec.FINISH_TO_WIRE[beam.finish_reason]
         if entry.request.sampling.logprobs is not None:
             output.logprobs.extend(map(codec.logprobs_to_wire, beam.logprobs))
 

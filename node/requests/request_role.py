@@ -47,7 +47,7 @@ class EngineRole(ABC, Generic[H]):
 
     def __init__(self, engine: Engine, requests: RequestIO, peers: Peers, clock: Clock) -> None:
         self._engine, self._requests, self._peers, self._clock = engine, requests, peers, clock
-        self._fetches = peers.fetches
+        self._prefixes = peers.prefixes
         self._trials = Trials(requests, engine.num_outputs)
         self._handoffs: dict[str, H] = {}  # open ones, by the key of each sample
         self.counts = node_pb2.Counters()  # of hand-offs, since the engine's incarnation began
@@ -61,7 +61,7 @@ class EngineRole(ABC, Generic[H]):
         try:
             self._check(entry)
             source = entry.request.prefix_source if self._has_prompt(entry) else None
-            if source is None or not self._fetches.begin(entry.request, source, begin):
+            if source is None or not self._prefixes.begin(entry.request, source, begin):
                 begin()
         except BatonError as error:
             self._fail_all(samples, error)
@@ -105,7 +105,7 @@ class EngineRole(ABC, Generic[H]):
     @property
     def num_coming(self) -> int:
         """Sequences that are accepted but not yet in the engine."""
-        return sum(request.num_sequences for request in self._fetches.requests)
+        return sum(request.num_sequences for request in self._prefixes.requests)
 
     def end(self, key: str, error: BatonError | None) -> None:
         """End a request in any state and report `error` to its gateway; None: nothing to report.
@@ -117,7 +117,7 @@ class EngineRole(ABC, Generic[H]):
                 self._engine.abort(key)
         elif not self._is_wanted(handoff):
             self._cancel_handoff(handoff, error or Cancelled("the request was cancelled"))
-        self._fetches.forget(key, self._requests)
+        self._prefixes.forget(key, self._requests)
 
     def _fail_all(self, samples: Sequence[Request], error: BatonError) -> None:
         for sample in samples:
@@ -188,7 +188,7 @@ class EngineRole(ABC, Generic[H]):
 
     def pending(self) -> Iterable[Request]:
         """Requests, each with its forks, that have no blocks yet and are not in the engine."""
-        return self._fetches.requests
+        return self._prefixes.requests
 
     def is_idle(self) -> bool:
         """Whether there is no request, lease or pull: the process may exit."""

@@ -21,11 +21,11 @@ from fakes.gateway.requests import validated_at_once
 from google.protobuf.message import DecodeError
 
 from baton.core.errors import InvalidRequest
-from baton.gateway.http.chat.chat import FIELDS as CHAT
-from baton.gateway.http.generate.completions import FIELDS as COMPLETIONS
-from baton.gateway.http.generate.request_fields import read_fields
+from baton.gateway.http.chat.chat import BODY as CHAT
+from baton.gateway.http.generate.completions import BODY as COMPLETIONS
+from baton.gateway.http.generate.request_fields import Body
 from baton.gateway.http.protocol.body import parse_object
-from baton.gateway.validation.validation import ModelLimits
+from baton.gateway.validation.served_model import ModelLimits
 from baton.proto.v1 import inference_pb2
 
 # The share of requests sent in each way.
@@ -196,7 +196,8 @@ def _validators(target: Target, num_requests: int, seed: int) -> Counter[str]:
         try:
             if number % 2:
                 _, body = mutated_body(rng)
-                read_fields(parse_object(body), COMPLETIONS if number % 4 == 1 else CHAT)
+                known = COMPLETIONS if number % 4 == 1 else CHAT
+                Body(known.fields).read_fields(parse_object(body))
             else:
                 wire = inference_pb2.GenerateRequest.FromString(mutated_message(rng)[1])
                 validated_at_once(wire, limits, lambda text: tuple(text.encode()))

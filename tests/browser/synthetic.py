@@ -43,6 +43,7 @@ from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.pages import Contents
+from baton.proto.v1 import node_pb2
 from baton.proto.v1.node_pb2 import Counters
 
 BLOCK_BYTES = 2 << 20
@@ -121,7 +122,8 @@ class SyntheticGateway:
         is_prefill = role is Role.PREFILL
         running, waiting = (2, 1) if is_prefill else (self._random.randrange(20, 60), 0)
         load = ReportedLoad(running, waiting, 9_216 * waiting, free, 9_800, False, links)
-        engine = LinkedEngine(member, None, load, block_bytes=2 << 20)  # type: ignore[arg-type]
+        welcome = node_pb2.Welcome(block_bytes=2 << 20)
+        engine = LinkedEngine(member, None, load, welcome)  # type: ignore[arg-type]
         self.table.add(engine)  # nothing is sent
         self._cache(incarnation, num_blocks=self._random.randrange(800, 2_000))
         return member
@@ -131,7 +133,8 @@ class SyntheticGateway:
         hashes = [BlockHash(self._random.randbytes(16)) for _ in range(num_blocks * 5 // 4)]
         in_host = set(hashes[num_blocks:])
         contents = Contents(incarnation, 1, 1, num_blocks, len(in_host), 0)
-        self.table.mirror.install(contents, set(hashes), in_host)
+        copy = self.table.mirror.copies[contents.incarnation]
+        copy.install(contents, set(hashes), in_host, self.clock.monotonic_s())
 
     def add_usual_engines(self) -> None:
         sources = [self.add_engine(f"prefill-0.{i}", Role.PREFILL) for i in range(2)]

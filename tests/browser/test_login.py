@@ -34,7 +34,9 @@ class Guarded:
 
         app = web.Application(middlewares=[answering, check_access])
         app[ACCESS] = Access(self._keys, BrowserSessions(self._keys, FakeClock()), GatewayConfig())
-        door = SimpleNamespace(count_refusal=lambda *_: None, is_draining=False)
+        door = SimpleNamespace(
+            feed=SimpleNamespace(call_refused=lambda *_: None), is_draining=False
+        )
         app[APP_STATE] = SimpleNamespace(door=door)
         app.add_routes([*login.ROUTES, web.get("/dashboard", page)])
         return app

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from baton.engine.kv import memfd
 from baton.engine.kv.block_pool import CANARY_BLOCK
 from baton.engine.kv.generations import SharedGenerations
 from baton.engine.kv.kv_memory import canary_bytes
+from baton.kv_transfer.export.pool_address import PoolDescription, PoolExporter, PoolPart
+
+from .access import ENGINE_KEY
 
 
 class HostPool:
@@ -31,3 +35,12 @@ class HostPool:
         self._memory.close()
         os.close(self.fd)
         self.generations.close()
+
+
+def export_host_pool(
+    incarnation: str, pool: HostPool, generations_fd: int, parts: Sequence[PoolPart] = ()
+) -> PoolExporter:
+    """Export `pool` under this id, as an engine does."""
+    shape = (pool.block_bytes, pool.num_blocks)
+    description = PoolDescription(incarnation, *shape, parts=tuple(parts))
+    return PoolExporter(description, [pool.fd, generations_fd], ENGINE_KEY)

@@ -8,7 +8,7 @@ from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import root_hash
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.scheduling.admission import OutputLengthEstimator
@@ -54,7 +54,7 @@ class Bench:
             num_blocks, BLOCK_SIZE, 1000, self.max_num_seqs, self.budget, self.max_held_blocks,
             self.chunk, self.graph_rows, graph_tokens,
         )  # fmt: skip
-        generations = LocalGenerations(num_blocks)
+        generations = Generations(num_blocks)
         self.pool = BlockPool(num_blocks, generations)
         cache = PrefixCache(self.pool)
         self.tables = BlockTables(self.pool, cache, BLOCK_SIZE)

@@ -19,7 +19,8 @@ import torch
 from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import SharedGenerations
 from baton.engine.kv.kv_memory import CudaKvMemory, KvLayout, canary_bytes
-from baton.kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
+from baton.kv_transfer.cuda_ipc.cuda_ipc_memory import memory_of
+from baton.kv_transfer.export.pool_address import PoolDescription, PoolExporter
 
 NUM_BLOCKS = 130
 ENGINE_KEY = bytes(range(32))  # fakes/access.py
@@ -47,7 +48,9 @@ class Source:
         for block_id in range(NUM_RESERVED_BLOCKS, num_allocated):
             self.rewrite(block_id)
         self.kv.num_blocks = NUM_BLOCKS  # the announced number
-        self.exporter = export_cuda_pool(incarnation, self.kv, self.generations.fd, ENGINE_KEY)
+        memory = memory_of(self.kv)
+        description = PoolDescription(incarnation, self.kv.block_bytes, NUM_BLOCKS, memory)
+        self.exporter = PoolExporter(description, [self.generations.fd], ENGINE_KEY)
 
     def rewrite(self, block_id: int) -> None:
         self.generations.bump([block_id])

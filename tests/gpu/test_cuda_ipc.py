@@ -20,7 +20,7 @@ import torch
 from fakes.access import ENGINE_KEY, access
 from fakes.handoff import block_pairs
 from fakes.handoff.block_pairs import BlockPair, BlockRef
-from fakes.host_pool import HostPool
+from fakes.host_pool import HostPool, export_host_pool
 from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, SOURCE_GPU, Source, holds, pull
 
 from baton.core.errors import HandoffFailed
@@ -28,7 +28,6 @@ from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import SharedGenerations
 from baton.engine.kv.kv_memory import CudaKvMemory
 from baton.kv_transfer.export.pool_address import CudaMemory, PoolDescription, PoolExporter
-from baton.kv_transfer.shm.shm import export_host_pool
 from baton.kv_transfer.window.transport import PullOutcome
 
 pytestmark = [
@@ -276,7 +275,7 @@ def test_memory_that_cannot_be_read_is_named(kv: CudaKvMemory) -> None:
         exporter.close()
     generations.close()
     host = HostPool(incarnation, 8, kv.block_bytes)
-    exporter = export_host_pool(incarnation, host, host.generations.fd, ENGINE_KEY)
+    exporter = export_host_pool(incarnation, host, host.generations.fd)
     with pytest.raises(HandoffFailed, match="host memory"), window_onto(incarnation, kv):
         pass
     exporter.close()

@@ -29,7 +29,7 @@ from baton.engine.scheduling.queues import Queues
 from baton.kv_transfer.protocol.handoff_side import HandoffSide, Tombstones
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.puller_transfer import PullerTransfer
-from baton.kv_transfer.protocol.source import Source, SourceTransfer
+from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.shm.shm_window import ShmWindow
 from baton.node.peers.pulls import Pulls
 
@@ -75,8 +75,8 @@ BUGS = [
     Bug(
         "shm: no generation check behind the copy",
         "a consistent copy of somebody else's KV is attached",
-        ShmWindow._copy,
-        [("target[:] = source", "target[:] = source\n    return PullOutcome.OK")],
+        ShmWindow.copy_blocks,
+        [("# x86 keeps loads in order", "return PullOutcome.OK  #")],
         checks.shm_rejects_what_is_rewritten_under_it,
         shows="somebody else's bytes were taken",
     ),
@@ -115,16 +115,16 @@ BUGS = [
     Bug(
         "a chunk that was only launched is announced to those who cannot see its end",
         "blocks are copied before they are written",
-        SourceTransfer.take_next,
-        [("if not is_computed and not self.sees_steps:", "if False:")],
+        Source._flush,
+        [("if not is_computed and not transfer.sees_steps:", "if False:")],
         partial(search, "lost dispatch", launches=True, sees_steps=False),
         shows="failed although nothing happened to it",
     ),
     Bug(
         "a chunk is copied when it was launched",
         "blocks are copied before they are written",
-        Pulls.start,
-        [("pull.step > (window.num_steps or 0)", "False")],
+        Pulls._is_written,
+        [("return ", "return True or ")],
         checks.what_a_step_writes_is_not_copied_before,
         shows="is not the KV of this sequence",
     ),
@@ -213,7 +213,7 @@ BUGS = [
         "a doubled manifest is pulled twice",
         "the second copy overlaps the request's own writes",
         PullerTransfer.accept,
-        [("return False", "return True")],
+        [("return False", "self.unpulled.append((0, manifest))\n        return True")],
         partial(search, "double"),
         shows="pulled twice",
     ),

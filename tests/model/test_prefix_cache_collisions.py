@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from baton.core.request import token_ids
 from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.engine.kv.block_pool import BlockPool
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.prefix_cache import PrefixCache
 
 BLOCK_SIZE = 2
@@ -50,7 +50,7 @@ class Model:
     live: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(NUM_BLOCKS, LocalGenerations(NUM_BLOCKS))
+        self.pool = BlockPool(NUM_BLOCKS, Generations(NUM_BLOCKS))
         self.cache = PrefixCache(self.pool)
 
     def hashes(self, tokens: Prefix) -> list[BlockHash]:

@@ -56,8 +56,8 @@ class DraftModel:
 
     def _choose_placement(self, target: Placement) -> Placement:
         """The placement of its weights, chosen as for a model on its own."""
-        own = choose_placement(self._config, self.config)
-        return dataclasses.replace(own, dtype=target.dtype, communicator=target.communicator)
+        own = choose_placement(self._config, self.config, target.communicator)
+        return dataclasses.replace(own, dtype=target.dtype, has_expert_parallel=False)
 
     def _read_config(self) -> ModelConfig:
         return read_model_config(self._dir)

@@ -50,7 +50,6 @@ class DraftSteps:
         return self._steps.launch(prompts) if prompts else None
 
     def draft(self, batch: Sequence[SequenceSlice]) -> list[list[int]]:
-        """See Drafter."""
         try:
             with torch.inference_mode():
                 for late in self._late(batch):

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ....kernels.attention.attention import AttentionBackend
 from ...model.decoder import Decoder
-from ...model.draft_head import DraftHead
-from ...model.layers import Product
+from ...model.draft_head import Head
 from ...model.stages import LayerRange
 
 
@@ -20,14 +19,7 @@ class HeadDecoder:
     has_whole_logits = True
     kept: Tensor | None = None
 
-    def __init__(
-        self,
-        head: DraftHead,
-        states: Tensor,
-        model: Decoder,
-        *,
-        has_logits: bool,
-    ) -> None:
+    def __init__(self, head: Head, states: Tensor, model: Decoder, *, has_logits: bool) -> None:
         self._head, self._states = head, states
         self.device, self.dtype = model.device, model.dtype
         self.communicator, self.vocab_size = model.communicator, model.vocab_size
@@ -40,7 +32,6 @@ class HeadDecoder:
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionBackend
     ) -> Tensor:
-        """See DraftHead."""
         states = self._states[: len(token_ids)]
         behind = self._head.forward(token_ids, states, positions, attention)
         if behind is not states:
@@ -48,17 +39,9 @@ class HeadDecoder:
         return states
 
     def project(self, x: Tensor) -> Tensor:
-        """See LmHead: a head computes whole logits on each rank."""
         return self._head.logits(x)
 
-    def project_part(self, x: Tensor) -> Tensor:
-        """See LmHead."""
-        return self.project(x)
+    project_part = project  # a head computes whole logits on each rank
 
     def gather(self, parts: Tensor) -> Tensor:
-        """See LmHead."""
         return parts
-
-    def products(self) -> list[tuple[int, Product]]:
-        """See StepModel."""
-        return []

@@ -17,18 +17,12 @@ from ...model.decoder import Decoder
 from ...model.draft_head import Eagle3Head, Head, MtpHead
 from ...model.fingerprint import model_hash
 from ...model.model_config import ARCHITECTURES, ModelConfig, read_model_config
-from ...model.weights.checkpoint import (
-    check_weights,
-    load_weights,
-    read_integers,
-    tensor_names,
-)
+from ...model.weights.checkpoint import load_weights, read_integers, tensor_names
 from ...model.weights.placement import Placement
 from ...model.weights.weight_files import weights_identity
 from .draft_model import DraftModel
 
 _ARCHITECTURES = {"LlamaForCausalLMEagle3": ARCHITECTURES["LlamaForCausalLM"]}
-META = torch.device("meta")
 _NUM_KEPT = 3  # number of the model's layers whose inputs the head reads
 _IDS, _OF_THE_MODEL = "d2t", "t2d"  # draft to target ids; the inverse, which is not used
 
@@ -41,7 +35,6 @@ class HeadModel(DraftModel):
     def __init__(
         self, config: EngineConfig, model_dir: Path, target: ModelConfig, placement: Placement
     ) -> None:
-        """See DraftModel."""
         assert config.speculation is not None
         method = config.speculation.method
         if config.load_format == "dummy":
@@ -101,27 +94,21 @@ class HeadModel(DraftModel):
         is_whole = self._num_drafted == self.config.vocab_size
         shares_head = shares_embed and is_whole and "lm_head.weight" not in names
 
-        def head(placement: Placement) -> Eagle3Head:
-            return Eagle3Head(
-                self.config,
-                placement,
-                num_features=self._num_features,
-                num_drafted=self._num_drafted,
-                embed=target.embed if shares_embed else None,
-                lm_head=target.lm_head if shares_head else None,
-                has_normed_residual=self._fields.flag("norm_before_residual"),
-            )
-
-        ignored = frozenset((_IDS, _OF_THE_MODEL))
-        on_meta = head(dataclasses.replace(self._placement, device=META))
-        check_weights(self._dir, on_meta.targets, ignored=ignored)
-        found = head(self._placement)
-        load_weights(self._dir, found.targets, ignored=ignored)
+        is_normed = self._fields.flag("norm_before_residual")
+        found = Eagle3Head(
+            self.config,
+            self._placement,
+            num_features=self._num_features,
+            num_drafted=self._num_drafted,
+            embed=target.embed if shares_embed else None,
+            lm_head=target.lm_head if shares_head else None,
+            has_normed_residual=is_normed,
+        )
+        load_weights(self._dir, found.targets, ignored=frozenset((_IDS, _OF_THE_MODEL)))
         if _IDS in names or not is_whole:
             found.offsets.copy_(self._read_offsets())
         target.kept_layers = self._kept
         notes.append(f"draft head: reads the inputs of layers {self._kept}")
-        is_normed = self._fields.flag("norm_before_residual")
         identity = f"{weights_identity(self._dir)} {self._kept} {is_normed}"
         return found, {"draft_model": model_hash(self.config, identity)}
 
@@ -154,17 +141,11 @@ class MtpModel(HeadModel):
             raise StartupFailed(f"{self._dir}: quantised draft heads are not supported")
 
     def load_beside(self, target: Decoder, notes: list[str]) -> tuple[Head, dict[str, str]]:
-        """See HeadModel."""
 
-        def head(placement: Placement) -> MtpHead:
-            shared = {"embed": target.embed, "lm_head": target.lm_head}
-            return MtpHead(self.config, placement, self._prefix, **shared)
-
+        shared = {"embed": target.embed, "lm_head": target.lm_head}
+        found = MtpHead(self.config, self._placement, self._prefix, **shared)
         names = tensor_names(self._dir)
-        on_meta = head(dataclasses.replace(self._placement, device=META)).targets
         others = frozenset(name for name in names if not name.startswith(f"{self._prefix}."))
-        check_weights(self._dir, on_meta, ignored=others)
-        found = head(self._placement)
         load_weights(self._dir, found.targets, ignored=others)
         return found, {"draft_model": model_hash(self.config, weights_identity(self._dir))}
 

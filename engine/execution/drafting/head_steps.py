@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ....kernels.upload import upload
 from ...model.decoder import Decoder
-from ...model.draft_head import DraftHead
+from ...model.draft_head import Head
 from ..batch import DecodeColumns, SequenceSlice, StepBatch
 from ..cpu_steps import CpuSteps
 from ..runner_protocols import LaunchedStep
@@ -42,7 +42,7 @@ class HeadSteps(DraftSteps):
     def __init__(
         self,
         model: Decoder,
-        head: DraftHead,
+        head: Head,
         block_size: int,
         most_tokens: int,
         new_behind: Callable[[HeadDecoder], CpuSteps | GpuSteps],
@@ -61,9 +61,9 @@ class HeadSteps(DraftSteps):
         self._rows: dict[tuple[int, int], int] = {}  # of states, by slot and the token after it
 
     def capture_graphs(self) -> None:
-        """See GpuSteps."""
-        self._behind.capture_graphs()
-        self._steps.capture_graphs()
+        for steps in (self._behind, self._steps):
+            assert not isinstance(steps, CpuSteps), "a CPU has no graphs"
+            steps.capture_graphs()
 
     def follow(
         self, batch: StepBatch, features: Tensor, sampled: Tensor, at: Sequence[int]
@@ -145,9 +145,12 @@ class HeadSteps(DraftSteps):
         self._states[: len(rows)].copy_(self._states.index_select(0, index))
 
 
-def _states(model: Decoder, head: DraftHead, most_tokens: int) -> Tensor:
-    """Allocate the states, and make `model` keep the features that they are computed from."""
-    model.keep(most_tokens)
+def _states(model: Decoder, head: Head, most_tokens: int) -> Tensor:
+    """Allocate the states, and make `model` keep the features that they are computed from. Both
+    buffers keep their addresses: CUDA graphs write to them."""
+    model.kept = None  # frees the old one first: memory may not suffice for both
+    width = max(1, len(model.kept_layers)) * model.hidden_size
+    model.kept = torch.zeros(most_tokens, width, dtype=model.dtype, device=model.device)
     shape = (most_tokens, head.hidden_size)
     return torch.zeros(shape, dtype=model.dtype, device=model.device)
 

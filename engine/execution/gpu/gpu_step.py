@@ -29,21 +29,18 @@ class GpuStep:
 
     @property
     def device_s(self) -> float | None:
-        """See `LaunchedStep`."""
         with device_errors():
             return float(self.begun.elapsed_time(self.is_done)) / 1e3
 
-    def behind(self, first: LaunchedStep) -> GpuStep:
-        """This step with the beginning of `first`, which was launched before it."""
+    def behind(self, first: LaunchedStep | None) -> GpuStep:
+        """This step with the beginning of `first`, if that was launched before it."""
         return replace(self, begun=first.begun) if isinstance(first, GpuStep) else self
 
     def has_completed(self) -> bool:
-        """See `LaunchedStep`."""
         with device_errors():
             return bool(self.is_done.query())  # type: ignore[no-untyped-call]
 
     def collect(self) -> list[SampledToken | None]:
-        """See `LaunchedStep`."""
         with device_errors():
             self.is_done.synchronize()
         tokens = SampledToken.many(self.token_ids.tolist(), self.logprobs.tolist())
@@ -52,7 +49,6 @@ class GpuStep:
         return self.batch.results(tokens)
 
     def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-        """See `LaunchedStep`."""
         return {} if self.extras is None else self.extras.prompt_logprobs()
 
 

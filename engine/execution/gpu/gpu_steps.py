@@ -46,8 +46,14 @@ from .cuda_graphs import (
     prefill_sizes,
 )
 from .gpu_step import GpuStep, device_errors
-from .graphed_model import GraphedModel
-from .step_arrays import decode_arrays, places_of_samples, sampling_arrays, token_arrays
+from .graphed_model import GraphedModel, products_of
+from .step_arrays import (
+    decode_arrays,
+    places_of_samples,
+    sampling_arrays,
+    special_rows,
+    token_arrays,
+)
 
 # Limits of graphs for prompts alone: with more tokens, or pairs of token and key, FA3 saves more
 # time than its plan costs on the host. Graphs with room for decodes too have no such limits.
@@ -113,7 +119,7 @@ class GpuSteps:
         """Capture all graphs, largest first: the smaller ones then fit into its memory."""
         sizes = [size for each in self._prefill_sizes.values() for size in each]
         times = measure_products(
-            self.model.products(),
+            products_of(self.model),
             [*self._decode_sizes, *sizes],
             torch.empty(0, dtype=self.model.dtype, device=self._device),
             self._share,
@@ -183,13 +189,14 @@ class GpuSteps:
         self._count = count
 
     def launch(self, batch: Sequence[SequenceSlice]) -> GpuStep:
-        """See Runner."""
         with device_errors(), torch.inference_mode():
             batch = StepBatch.of(batch)
             slots = [] if self._adapters is None else batch.adapter_slots
             has_adapters = any(slot is not None for slot in slots)
             graphs = self._adapter_graphs if has_adapters else self.graphs
-            graph = graphs.find(len(batch.logits_indices)) if batch.is_decode else None
+            all_sample = all(piece.sample is not None for piece in batch.others)
+            is_decode = all_sample and batch.num_decodes == len(batch)
+            graph = graphs.find(len(batch.logits_indices)) if is_decode else None
             if graph is not None:
                 if has_adapters and self._adapters is not None:
                     self._adapters.plan(batch.query_lens, slots, graph.size)
@@ -206,7 +213,8 @@ class GpuSteps:
 
     def _launch_graph(self, graph: StepGraph, batch: StepBatch) -> GpuStep:
         num_rows = len(batch.logits_indices)
-        padded = batch.followed_by([_PADDING_SLICE] * (graph.size - num_rows))
+        padding = [_PADDING_SLICE] * (graph.size - num_rows)
+        padded = StepBatch(batch.decodes, [*batch.others, *padding])
         inputs = self.graphs.inputs(graph.size)
         arrays = decode_arrays(batch, self._block_size, graph.size)
         upload_into(inputs.flatten(), arrays.ravel())
@@ -261,8 +269,8 @@ class GpuSteps:
         arrays = token_arrays(batch, self._block_size, graph.size)
         upload_into(inputs.flatten(), arrays.ravel())
         padding = [self._padding(graph.size - num_tokens)] if num_tokens < graph.size else []
-        padded, decodes = batch.followed_by(padding), min(room, graph.size)
-        self._attention.plan(padded.metadata(inputs[2], graph_decodes=decodes))
+        padded = StepBatch(batch.decodes, [*batch.others, *padding])
+        self._attention.plan(padded.metadata(inputs[2], graph_decodes=min(room, graph.size)))
         self._begin()
         self._graphed.replay(graph)
         return graph.output
@@ -350,7 +358,7 @@ class GpuSteps:
     def _resample(self, batch: StepBatch, at: Sequence[int], logits: Tensor) -> None:
         """Sample rows that need filters or changed logits again, into the places `at`. `logits` are
         this rank's, parallel to the rows; for the resampled rows all ranks' are gathered."""
-        special = batch.special
+        special = special_rows(batch)
         if special:
             places = np.array([special, [at[index] for index in special]], np.int64)
             index, place = upload(places, self._device)

@@ -13,17 +13,30 @@ from torch import Tensor
 
 from ....kernels.attention.attention import AttentionBackend
 from ...model.decoder import Decoder
+from ...model.layers import RowLinear
 from ..step_model import StepModel
-from .cuda_graphs import StepGraph, load_products
+from .cuda_graphs import Product, StepGraph, load_products
 
 _MOST_SAMPLED = 1024  # rows whose kernels are loaded at start-up: more are rare
+
+
+def products_of(model: StepModel) -> list[tuple[int, Product]]:
+    """For each linear of a decoder's first layer: its number of inputs, and what it computes on
+    this rank without communication. Empty for a draft head, whose products are not worth timing."""
+    if not isinstance(model, Decoder):
+        return []
+    has_others = model.communicator.size > 1
+    return [
+        (one.weight.shape[1], one.product if has_others and isinstance(one, RowLinear) else one)
+        for one in model.layers[0].linears
+    ]
 
 
 def load_kernels(model: Decoder, most_tokens: int, most_sampled: int) -> None:
     """Run a model's products that are launched outside of graphs: those of layers for steps of up
     to `most_tokens`, the LM head for up to `most_sampled` rows. See `rows_with_kernels`."""
     like = torch.empty(0, dtype=model.dtype, device=model.device)
-    load_products(model.products(), most_tokens, like)
+    load_products(products_of(model), most_tokens, like)
     if model.range.is_last:
 
         def project(hidden: Tensor) -> Tensor:
@@ -40,13 +53,11 @@ class GraphedModel:
     def __init__(self, model: StepModel, most_tokens: int) -> None:
         self._model = model
         self._stages = model.communicator.stages
+        self._is_whole = self._stages.can_be_captured
         self._received: Tensor | None = None
         if isinstance(model, Decoder) and not (self._is_whole or model.range.is_first):
-            self._received = model.new_residual(most_tokens).zero_()
-
-    @property
-    def _is_whole(self) -> bool:
-        return self._stages.can_be_captured
+            shape = (most_tokens, model.hidden_size)
+            self._received = torch.zeros(shape, dtype=model.dtype, device=model.device)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionBackend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -17,6 +18,12 @@ def sampling_arrays(batch: StepBatch) -> Int64s:
     arrays[0, n:] = np.array([spec.key for spec in specs], np.uint64).view(np.int64)
     arrays[1, n:] = np.array([spec.params.temperature for spec in specs]).view(np.int64)
     return arrays
+
+
+def special_rows(batch: StepBatch) -> list[int]:
+    """Rows that are sampled by more than temperature and noise."""
+    specs = chain(batch.decodes.specs.items(), enumerate(batch.specs, len(batch.decodes)))
+    return [*batch.decodes.special, *(row for row, one in specs if one.needs_more_than_noise)]
 
 
 def token_arrays(batch: StepBatch, block_size: int, num_tokens: int) -> Int64s:

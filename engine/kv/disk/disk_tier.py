@@ -19,10 +19,11 @@ import math
 from collections import deque
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from ....core.ports import Clock
 from ....core.request.token_ids import BlockHash
-from ..host_blocks import Family, HostBlocks
+from ..host_blocks import Family, HostBlocks, found_prefix
 from ..host_copies import CopyCost
 from .disk_thread import DiskJob, DiskThread, JobKind
 
@@ -102,13 +103,9 @@ class DiskTier:
     def match(self, hashes: Iterable[BlockHash], but: Container[BlockHash]) -> list[int]:
         """The slots of the longest prefix of `hashes` that is on disk, and neither in host memory
         nor in `but`."""
-        matched: list[int] = []
-        for each in hashes:
-            slot = self._slot_of.get(each)
-            if slot is None or each in self._blocks.hashes or each in but:
-                break
-            matched.append(slot)
-        return matched
+        here = self._blocks.hashes
+        on_disk = takewhile(lambda each: each not in here and each not in but, hashes)
+        return found_prefix(on_disk, self._slot_of.get)
 
     @property
     def room(self) -> int:

@@ -48,7 +48,6 @@ def make_decoder(
         lm_head = embed if is_tied else make_embedding("lm_head", *sizes, placement, is_head=True)
     decoder = Decoder(
         layers,
-        layers.is_first,
         made,
         norm,
         make_rotary_embedding(config.rope, config.head_dim, placement.device),

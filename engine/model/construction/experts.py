@@ -76,7 +76,7 @@ def make_experts(
         _name_merged(named, names, config, placement, share, mixture)
     else:
         _name_published(names, config, placement, share, mixture)
-    return Experts(mixture, shared, loads, placement.ops, placement.communicator)
+    return Experts(mixture, shared, loads, placement.ops)
 
 
 def _published_names(prefix: str, config: ExpertsConfig) -> list[list[str]]:

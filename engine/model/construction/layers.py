@@ -11,15 +11,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from ..communicator import Communicator
-from ..layers import (
-    MLP,
-    Embedding,
-    GatedLinear,
-    LinearBase,
-    Outputs,
-    RMSNorm,
-    RowLinear,
-)
+from ..layers import MLP, Embedding, GatedLinear, LinearBase, Outputs, RMSNorm, RowLinear
 from ..weights.placement import Placement
 from ..weights.targets import Cut, Target
 
@@ -64,7 +56,7 @@ def make_linear(
         first += part.count
     added_bias = None if rank else bias  # the ranks' summands add up: only one has the bias
     inputs = (width, rank * width, num_inputs)
-    return kind(weight, added_bias, placement.ops, ranks, outputs, inputs)
+    return kind(weight, added_bias, placement.ops, outputs, inputs)
 
 
 def make_float_weight(name: str, num_outputs: int, num_inputs: int, placement: Placement) -> Tensor:
@@ -92,7 +84,7 @@ def make_mlp(
 def make_norm(name: str, size: int, eps: float, placement: Placement) -> RMSNorm:
     weight = placement.vector(size)
     placement.targets[f"{name}.weight"] = Target(weight)
-    return RMSNorm(weight, eps, placement.ops, placement.communicator)
+    return RMSNorm(weight, eps, placement.ops)
 
 
 def make_embedding(

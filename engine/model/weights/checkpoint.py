@@ -62,7 +62,7 @@ def load_weights(
                 elif target.int4 is not None:
                     read = _reader(file, path, locations, device)
                     unpack(name, target, target.int4, read)
-                progress.add(name)
+                progress.add(target)
 
 
 def _first_tensor(name: str, target: Target) -> str:

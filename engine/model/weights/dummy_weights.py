@@ -10,7 +10,7 @@ import torch
 
 from ....kernels.products.weights import quantise_blocks, quantise_rows
 from ..quantization import BLOCK_SCALED, ROW_SCALED
-from .filling import LoadProgress, OnProgress, fill_groups, store, wanted_part, wanted_rows
+from .filling import LoadProgress, OnProgress, fill_groups, store
 from .targets import Target
 
 
@@ -42,12 +42,12 @@ def fill_dummy_weights(
                     part.copy_(whole[wanted])
                 target.floats.mul_(stds.get(name, std))
             elif target.int4 is not None:
-                fill_groups(target, target.int4, whole.mul_(std)[wanted_rows(target)])
+                fill_groups(target, target.int4, whole.mul_(std)[target.wanted[0]])
             else:
                 is_blocked = target.quantised.scaling == BLOCK_SCALED
                 data, scale = (quantise_blocks if is_blocked else quantise_rows)(whole.mul_(std))
                 scaling = BLOCK_SCALED if is_blocked else ROW_SCALED
-                store(target, target.quantised, data[wanted_part(target)], scale, scaling)
+                store(target, target.quantised, data[target.wanted], scale, scaling)
         else:
             target.floats.fill_(0.0 if name.endswith(".bias") else 1.0)
-        progress.add(name)
+        progress.add(target)

@@ -28,13 +28,12 @@ class LoadProgress:
     """Counts loaded targets and reports each."""
 
     def __init__(self, targets: Mapping[str, Target], on_progress: OnProgress | None) -> None:
-        self._sizes = {name: target.nbytes for name, target in targets.items()}
-        self._total_bytes = sum(self._sizes.values())
+        self._total_bytes = sum(target.nbytes for target in targets.values())
         self._num_bytes = 0
         self._on_progress = on_progress
 
-    def add(self, name: str) -> None:
-        self._num_bytes += self._sizes[name]
+    def add(self, target: Target) -> None:
+        self._num_bytes += target.nbytes
         if self._on_progress is not None:
             self._on_progress(self._num_bytes, self._total_bytes)
 
@@ -55,10 +54,10 @@ def fill(file: Any, name: str, target: Target, scales: Mapping[str, Tensor]) -> 
         _quantise_experts(target, quantised, source)
     elif quantised.scale_name is None:
         # On every rank, an output's scales are computed from all its inputs.
-        rows = wanted_rows(target)
+        rows = target.wanted[0]
         _quantise(target, quantised, file.get_tensor(name) if is_whole else source[rows])
     else:
-        read = file.get_tensor(name) if is_whole else source[wanted_part(target)]
+        read = file.get_tensor(name) if is_whole else source[target.wanted]
         scale = scales[quantised.scale_name].to(target.tensor.device)
         store(target, quantised, read, scale, quantised.scaling)
 
@@ -68,9 +67,8 @@ def _quantise(target: Target, quantised: Quantised, floats: Tensor) -> None:
     if quantised.int4 is not None:
         fill_groups(target, quantised.int4, floats)
         return
-    num_rows, width = target.tensor.shape
-    columns = slice(target.first[1], target.first[1] + width)
-    for rows in _rows_at_once(num_rows, floats.shape[1]):
+    columns = target.wanted[1]
+    for rows in _rows_at_once(len(floats), floats.shape[1]):
         data, scale = quantise_rows(floats[rows])
         part = None if quantised.scale is None else quantised.scale[rows]
         chunk = Quantised(ROW_SCALED, None, part)
@@ -79,12 +77,11 @@ def _quantise(target: Target, quantised: Quantised, floats: Tensor) -> None:
 
 def fill_groups(target: Target, int4: Int4, floats: Tensor) -> None:
     """Quantise `floats` to four bits, as `_quantise`, and fill the target."""
-    (num_rows, width), first = target.tensor.shape, target.first[1]
-    columns, size = slice(first, first + width), int4.group_size or floats.shape[1]
-    for rows in _rows_at_once(num_rows, floats.shape[1]):
+    columns, size = target.wanted[1], int4.group_size or floats.shape[1]
+    for rows in _rows_at_once(len(floats), floats.shape[1]):
         numbers, scale, zero = quantise_groups(floats[rows], size)
         if isinstance(target.tensor, Int4Weight):
-            groups = slice(first // size, -(-(first + width) // size))
+            groups = slice(columns.start // size, -(-columns.stop // size))
             part = target.tensor.part(rows.start, rows.stop - rows.start)
             part.fill(numbers[:, columns], scale[:, groups], zero[:, groups])
         else:
@@ -95,15 +92,11 @@ def unpack(name: str, target: Target, int4: Int4, read: Read) -> None:
     """Fill a target from a checkpoint's int4 weight."""
     if not target.tensor.numel():
         return
-    num_rows, width = target.tensor.shape
-    wanted = tuple(
-        slice(first, first + size)
-        for first, size in zip(target.first, (num_rows, width), strict=True)
-    )
-    numbers, scale, zero = read_int4(read, module_of(name), int4, *wanted)
+    numbers, scale, zero = read_int4(read, module_of(name), int4, *target.wanted)
     if isinstance(target.tensor, Int4Weight):
         target.tensor.fill(numbers, scale, zero)
         return
+    num_rows, width = target.tensor.shape
     for rows in _rows_at_once(num_rows, width):
         floats = dequantise(numbers[rows], scale[rows], zero[rows], int4.group_size or width)
         target.floats[rows].copy_(floats)
@@ -135,13 +128,13 @@ def _quantise_experts(target: Target, quantised: Quantised, source: Any) -> None
 
 def store(target: Target, quantised: Quantised, data: Tensor, scale: Tensor, scaling: str) -> None:
     """Fill the target with `data` [outputs, inputs], e4m3, its part of a weight with `scale`."""
-    (num_rows, width), (first_row, first_column) = data.shape, target.first
+    (num_rows, width), (of_target, columns) = data.shape, target.wanted
 
     def of_rows(first: int, count: int) -> Tensor:
         """The scales of `count` rows of the part from row `first` on."""
-        start = first_row + first
+        start = of_target.start + first
         if scaling == BLOCK_SCALED:
-            return spread(scale, (count, width), (start, first_column))
+            return spread(scale, (count, width), (start, columns.start))
         return (scale[start : start + count] if scaling == ROW_SCALED else scale)[:, None]
 
     if quantised.scale is None:
@@ -151,27 +144,7 @@ def store(target: Target, quantised: Quantised, data: Tensor, scale: Tensor, sca
         return
     target.floats.copy_(data)
     if scaling == BLOCK_SCALED:
-        rows, columns = (
-            slice(start // BLOCK, -(-(start + size) // BLOCK))
-            for start, size in zip(target.first, data.shape, strict=True)
-        )
-        quantised.scale.copy_(scale[rows, columns])
+        blocks = (slice(one.start // BLOCK, -(-one.stop // BLOCK)) for one in target.wanted)
+        quantised.scale.copy_(scale[tuple(blocks)])
     else:
         quantised.scale.copy_(of_rows(0, num_rows)[:, 0])
-
-
-def wanted_rows(target: Target) -> tuple[slice, ...]:
-    """The slices of the checkpoint's tensor with all inputs of the target's outputs."""
-    return (
-        wanted_part(target)[:1]
-        if target.cut is not None and target.cut.dim == 0
-        else (slice(None),)
-    )
-
-
-def wanted_part(target: Target) -> tuple[slice, ...]:
-    """The slices of the checkpoint's tensor that the target holds."""
-    if target.cut is None:
-        return (slice(None),)
-    stop = target.cut.start + target.tensor.shape[target.cut.dim]
-    return (*[slice(None)] * target.cut.dim, slice(target.cut.start, stop))

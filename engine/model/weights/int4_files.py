@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +63,21 @@ def _checks(module: str, shape: tuple[int, ...], int4: Int4) -> Iterator[tuple[s
     layout = int4.layout
     for piece in int4.pieces:
         wanted, is_scale = piece.shape(outputs, inputs, int4.group_size), piece is layout.scales
-        yield module + piece.suffix, _matrix_check(wanted, is_scale=is_scale), True
+        yield module + piece.suffix, partial(_check_matrix, wanted, is_scale), True
     if layout.order is not None:
-        yield module + layout.order, _order_check(inputs, int4.group_size), int4.is_ordered
+        yield module + layout.order, partial(_check_order, inputs, int4), int4.is_ordered
     if layout.shape is not None:
-        yield module + layout.shape, _shape_check(shape), True
+        yield module + layout.shape, partial(_check_shape, shape), True
     if layout.has_spare_biases:
         yield f"{module}.bias", _check_spare_bias, False
 
 
-def _matrix_check(wanted: tuple[int, int], *, is_scale: bool) -> Check:
-    def check(path: Path, file: Any, name: str) -> None:
-        _check_kind(path, file, name, wanted, _SCALE_DTYPES if is_scale else ("I32",))
-        if is_scale:
-            check_scale(path, name, file.get_tensor(name))
-
-    return check
+def _check_matrix(
+    wanted: tuple[int, int], is_scale: bool, path: Path, file: Any, name: str
+) -> None:
+    _check_kind(path, file, name, wanted, _SCALE_DTYPES if is_scale else ("I32",))
+    if is_scale:
+        check_scale(path, name, file.get_tensor(name))
 
 
 def check_scale(path: Path, name: str, scale: Tensor) -> None:
@@ -91,29 +91,23 @@ def check_scale(path: Path, name: str, scale: Tensor) -> None:
         )
 
 
-def _order_check(inputs: int, group_size: int | None) -> Check:
-    def check(path: Path, file: Any, name: str) -> None:
-        _check_kind(path, file, name, (inputs,), _WHOLE_DTYPES)
-        found: Tensor = file.get_tensor(name)
-        if not torch.equal(found.long(), torch.arange(inputs) // (group_size or inputs)):
-            raise StartupFailed(
-                f"{name} in {path} has groups of inputs in another order, which is not supported",
-                hint="a checkpoint that was made with desc_act false (actorder null or weight)",
-            )
-
-    return check
+def _check_order(inputs: int, int4: Int4, path: Path, file: Any, name: str) -> None:
+    _check_kind(path, file, name, (inputs,), _WHOLE_DTYPES)
+    found: Tensor = file.get_tensor(name)
+    if not torch.equal(found.long(), torch.arange(inputs) // (int4.group_size or inputs)):
+        raise StartupFailed(
+            f"{name} in {path} has groups of inputs in another order, which is not supported",
+            hint="a checkpoint that was made with desc_act false (actorder null or weight)",
+        )
 
 
-def _shape_check(shape: tuple[int, ...]) -> Check:
-    def check(path: Path, file: Any, name: str) -> None:
-        _check_kind(path, file, name, (2,), _WHOLE_DTYPES)
-        found = tuple(file.get_tensor(name).tolist())
-        if found != shape:
-            raise StartupFailed(
-                f"{name} in {path} is {list(found)}, config.json requires {list(shape)}"
-            )
-
-    return check
+def _check_shape(shape: tuple[int, ...], path: Path, file: Any, name: str) -> None:
+    _check_kind(path, file, name, (2,), _WHOLE_DTYPES)
+    found = tuple(file.get_tensor(name).tolist())
+    if found != shape:
+        raise StartupFailed(
+            f"{name} in {path} is {list(found)}, config.json requires {list(shape)}"
+        )
 
 
 def _check_spare_bias(path: Path, file: Any, name: str) -> None:

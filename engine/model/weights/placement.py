@@ -13,7 +13,7 @@ from ....kernels.experts.experts import ExpertWeights, Int4Experts, StackedWeigh
 from ....kernels.layers.ops import Ops
 from ....kernels.products.int4_weights import CHUNK, Int4Weight
 from ....kernels.products.weights import BLOCK, FP8, BlockScaled, RowScaled, Weight
-from ..communicator import Communicator
+from ..communicator import Communicator, LayerOps
 from ..quantization import BLOCK_SCALED, GROUP_SCALED, Quantization, experts_stay_packed
 from .targets import Cut, Quantised, Target
 
@@ -31,7 +31,7 @@ class Placement:
 
     device: torch.device
     dtype: torch.dtype
-    ops: Ops = field(default_factory=Ops)
+    ops: LayerOps = field(default_factory=Ops)
     communicator: Communicator = field(default_factory=Communicator)
     has_expert_parallel: bool = False  # each rank has some whole experts
     quantization: Quantization | None = None
@@ -48,21 +48,25 @@ class Placement:
     def vector(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self.dtype, device=self.device)
 
-    def matrix(self, num_outputs: int, num_inputs: int) -> Tensor:
-        """An uninitialised weight [num_outputs, num_inputs].
+    def matrix(self, *shape: int) -> Tensor:
+        """An uninitialised weight of `shape` [num_outputs, num_inputs], or several stacked.
 
         Column-major on a CPU: BLAS is then faster for few input rows, and for two or more rows the
         order of a row's sum does not depend on the number of rows.
         """
+        *count, num_outputs, num_inputs = shape
         if self.device.type == "cpu":
-            return torch.empty(num_inputs, num_outputs, dtype=self.dtype).t()
-        return torch.empty(num_outputs, num_inputs, dtype=self.dtype, device=self.device)
+            return torch.empty(*count, num_inputs, num_outputs, dtype=self.dtype).mT
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def _matrices(self, count: int, num_outputs: int, num_inputs: int) -> Tensor:
-        """`count` matrices as of `matrix`, stacked: [count, num_outputs, num_inputs]."""
-        if self.device.type == "cpu":
-            return torch.empty(count, num_inputs, num_outputs, dtype=self.dtype).transpose(1, 2)
-        return torch.empty(count, num_outputs, num_inputs, dtype=self.dtype, device=self.device)
+    def _fp8(self, scaling: str, *shape: int) -> tuple[Tensor, Tensor]:
+        """Uninitialised FP8 weights of `shape`, as of `matrix`, and their scales."""
+        *count, num_outputs, num_inputs = shape
+        scales = [*count, num_outputs]
+        if scaling == BLOCK_SCALED:
+            scales = [*count, -(-num_outputs // BLOCK), -(-num_inputs // BLOCK)]
+        data = torch.empty(shape, dtype=FP8, device=self.device)
+        return data, torch.empty(scales, dtype=torch.float32, device=self.device)
 
     def weight(self, names: Sequence[str], num_outputs: int, num_inputs: int) -> Weight:
         """An uninitialised weight of the checkpoint's projections `names`, stacked by outputs."""
@@ -73,12 +77,8 @@ class Placement:
             if num_inputs % CHUNK:  # no kernel has a layout for it
                 return self.matrix(num_outputs, num_inputs)
             return Int4Weight.empty(num_outputs, num_inputs, self._group_size, self.device)
-        data = torch.empty(num_outputs, num_inputs, dtype=FP8, device=self.device)
-        if scaling == BLOCK_SCALED:
-            return BlockScaled(
-                data, self._scales(-(-num_outputs // BLOCK), -(-num_inputs // BLOCK))
-            )
-        return RowScaled(data, self._scales(num_outputs))
+        kind = BlockScaled if scaling == BLOCK_SCALED else RowScaled
+        return kind(*self._fp8(scaling, num_outputs, num_inputs))
 
     def expert_weights(
         self,
@@ -105,16 +105,10 @@ class Placement:
             self._expert_weights(of_both[1], *sizes[1]),
         )
 
-    def _expert_weights(
-        self, scaling: str | None, count: int, num_outputs: int, num_inputs: int
-    ) -> ExpertWeights:
+    def _expert_weights(self, scaling: str | None, *shape: int) -> ExpertWeights:
         if scaling in (None, GROUP_SCALED) or not self.stays_quantised:
-            return ExpertWeights(self._matrices(count, num_outputs, num_inputs))
-        values = torch.empty(count, num_outputs, num_inputs, dtype=FP8, device=self.device)
-        if scaling == BLOCK_SCALED:
-            blocks = (-(-num_outputs // BLOCK), -(-num_inputs // BLOCK))
-            return ExpertWeights(values, self._scales(count, *blocks))
-        return ExpertWeights(values, self._scales(count, num_outputs))
+            return ExpertWeights(self.matrix(*shape))
+        return ExpertWeights(*self._fp8(scaling, *shape))
 
     def merged_target(self, names: Sequence[str], weights: StackedWeights, cut: Cut) -> Target:
         """The target for all of `weights`, of projections `names`, stored in one tensor."""
@@ -174,6 +168,3 @@ class Placement:
         """The group size of int4 weights that stay packed."""
         assert self.quantization is not None and self.quantization.int4 is not None
         return self.quantization.int4.group_size or CHUNK
-
-    def _scales(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=self.device)

@@ -70,11 +70,13 @@ class Target:
             yield tensor.narrow(cut.dim, piece * count, count), wanted
 
     @property
-    def first(self) -> tuple[int, int]:
-        """Where the part of a matrix begins in the checkpoint's tensor: (row, column)."""
-        if self.cut is None:
-            return 0, 0
-        return (self.cut.start, 0) if self.cut.dim == 0 else (0, self.cut.start)
+    def wanted(self) -> tuple[slice, slice]:
+        """The rows and columns of the checkpoint's matrix that are the target's."""
+        row, column = 0, 0
+        if self.cut is not None:
+            row, column = (self.cut.start, 0) if self.cut.dim == 0 else (0, self.cut.start)
+        num_rows, width = self.tensor.shape
+        return slice(row, row + num_rows), slice(column, column + width)
 
     @property
     def floats(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Estimates the cost of steps (core/step_cost.py) from measured ones, and keeps counters of steps.
+"""Estimates the cost of steps (core/step_cost.py) from measured ones.
 
     steps, by size of each part ─► median of the last ones of each size ─► fit of the cost
                                                                            (step_cost_fit.py)
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 from ....core.step_cost import StepCost, StepShape
 from .overruns import MIN_ERRORS, Overruns
@@ -24,28 +24,12 @@ MIN_SAMPLES = 3  # of a size, before it is used
 _NUM_SAMPLES = 15
 _MAX_SIZES = 256
 _NUM_ERRORS = 512
-_NUM_RECORDED = 512  # steps, for the percentile
 _NUM_LAUNCHES = 15
 _FIT_EVERY = 128  # samples: a fit takes a millisecond
 _LEAST_S = 1e-9
 
 _Size = tuple[int, int, int, int]
-
-
-@dataclass(slots=True)
-class _Alike:
-    """The last samples of one size. `middle`: the one with the median time per row."""
-
-    samples: deque[tuple[StepShape, float]] = field(
-        default_factory=lambda: deque(maxlen=_NUM_SAMPLES)
-    )
-    middle: tuple[StepShape, float] | None = None
-
-    def find_middle(self) -> tuple[StepShape, float]:
-        if self.middle is None:
-            ordered = sorted(self.samples, key=lambda sample: sample[1] / sample[0].num_rows)
-            self.middle = ordered[len(ordered) // 2]
-        return self.middle
+_Sample = tuple[StepShape, float]  # and its seconds
 
 
 class StepCostEstimator:
@@ -57,7 +41,7 @@ class StepCostEstimator:
         self._launches_s: deque[float] = deque(maxlen=_NUM_LAUNCHES)  # of steps that fit no graph
         self.relative_error: float | None = None
         self.overruns = Overruns()
-        self._sizes: OrderedDict[_Size, _Alike] = OrderedDict()
+        self._sizes: OrderedDict[_Size, deque[_Sample]] = OrderedDict()  # the last of each
         self._estimate: StepCost | None = None
         self._num_unfitted = 0
         self._has_new_size = False
@@ -73,11 +57,10 @@ class StepCostEstimator:
             if shape.num_decodes and shape.num_prompt_tokens:
                 self.overruns.observe(shape, max(seconds, waited_s or 0.0))
         size = _size_of(shape)
-        alike = self._sizes.setdefault(size, _Alike())
-        alike.samples.append((shape, seconds))
-        alike.middle = None
+        alike = self._sizes.setdefault(size, deque(maxlen=_NUM_SAMPLES))
+        alike.append((shape, seconds))
         self._num_unfitted += 1
-        self._has_new_size |= len(alike.samples) == MIN_SAMPLES
+        self._has_new_size |= len(alike) == MIN_SAMPLES
         self._sizes.move_to_end(size)
         if len(self._sizes) > _MAX_SIZES:
             self._sizes.popitem(last=False)
@@ -98,7 +81,8 @@ class StepCostEstimator:
         anew when there are many new samples, or enough of a new size."""
         if self._has_new_size or self._num_unfitted >= _FIT_EVERY:
             self._has_new_size, self._num_unfitted = False, 0
-            self._estimate = self._fit() or self._estimate
+            known = [alike for alike in self._sizes.values() if len(alike) >= MIN_SAMPLES]
+            self._estimate = fit_step_cost([*map(_middle_of, known)]) or self._estimate
             if len(self._errors) >= MIN_ERRORS:
                 self.relative_error = statistics.quantiles(self._errors, n=10)[-1]
             if self._estimate is not None:
@@ -110,45 +94,16 @@ class StepCostEstimator:
         if (cost := self.estimate()) is not None:
             return cost.seconds(shape)
         alike = self._sizes.get(_size_of(shape))
-        if alike is None or len(alike.samples) < MIN_SAMPLES:
+        if alike is None or len(alike) < MIN_SAMPLES:
             return None
-        seen, seconds = alike.find_middle()
+        seen, seconds = _middle_of(alike)
         return shape.num_rows * seconds / seen.num_rows
 
-    def _fit(self) -> StepCost | None:
-        known = [alike for alike in self._sizes.values() if len(alike.samples) >= MIN_SAMPLES]
-        return fit_step_cost([alike.find_middle() for alike in known])
 
-
-class StepRecord:
-    """Counters of one engine's steps. `num_prompts`: requests whose prompts it was to compute."""
-
-    def __init__(self) -> None:
-        self.num_prompts = 0
-        self.num_prompt_tokens = 0
-        self.num_decode_tokens = 0
-        self.num_promised_steps = 0
-        self.num_kept_steps = 0
-        self._last_s: deque[float] = deque(maxlen=_NUM_RECORDED)
-
-    def observe(self, shape: StepShape, seconds: float, promise_s: float | None) -> None:
-        """Count a step; `promise_s`: the step time that its decodes, if any, were promised."""
-        self.num_prompt_tokens += shape.num_prompt_tokens
-        if not shape.num_decodes:
-            return
-        self.num_decode_tokens += shape.num_decodes
-        self._last_s.append(seconds)
-        if promise_s is not None:
-            self.num_promised_steps += 1
-            self.num_kept_steps += seconds <= promise_s
-
-    @property
-    def p99_s(self) -> float | None:
-        """The 99th percentile of the last steps with decodes, nearest rank; None before any."""
-        if not self._last_s:
-            return None
-        ordered = sorted(self._last_s)
-        return ordered[(99 * len(ordered) - 1) // 100]
+def _middle_of(samples: Iterable[_Sample]) -> _Sample:
+    """The sample with the median time per row."""
+    ordered = sorted(samples, key=lambda sample: sample[1] / sample[0].num_rows)
+    return ordered[len(ordered) // 2]
 
 
 def _size_of(shape: StepShape) -> _Size:

@@ -12,7 +12,7 @@ from ....core.request.json_fields import BOOLEAN, FieldKind
 from ...admission.running_call import RunningCall
 from ...request.output_chunk import OutputChunk
 from ..generate.generated_answer import GeneratedAnswer, Sample, prompt_logprobs
-from ..generate.request_fields import COMMON, LOGPROBS, MAX_TOKENS, generate_request, read_body
+from ..generate.request_fields import COMMON, LOGPROBS, MAX_TOKENS, Body, generate_request
 from ..protocol.answers import ChatCompletion, ChatCompletionChunk
 from ..protocol.app_state import APP_STATE
 from .chat_model import CHAT_MODEL, Prepared, constraint_behind, prepare
@@ -24,8 +24,7 @@ from .tools import TOOL_CHOICE, TOOLS
 
 ROUTES = web.RouteTableDef()
 
-REQUIRED = ("model", "messages")
-FIELDS: Mapping[str, FieldKind] = {
+_FIELDS: Mapping[str, FieldKind] = {
     **COMMON,
     "messages": MESSAGES,
     "max_tokens": MAX_TOKENS,
@@ -39,12 +38,13 @@ FIELDS: Mapping[str, FieldKind] = {
     **ENDINGS,
     **REASONING,
 }
+BODY = Body(_FIELDS, ("model", "messages"))
 
 
 @ROUTES.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Generate the answer in a chat."""
-    found = await read_body(request, FIELDS, REQUIRED)
+    found = await BODY.read(request)
     _check(found)
     return await Chat(request, found, await prepare(request, found)).run()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,8 +11,8 @@ from aiohttp import web
 
 from ....core.errors import InvalidRequest
 from ....core.ports import Entropy
-from ...validation.served_model import ServedModel
-from ...validation.validation import ModelLimits
+from ...admission.front_door import FrontDoor
+from ...validation.served_model import ModelLimits, ServedModel
 from ..generate.structured import SamplingFields, constraint_of, lark_of
 from ..protocol.app_state import APP_STATE, CALLER
 from .chat_template import ChatPrompt, ChatTemplate, Ending, ending_of
@@ -81,15 +81,12 @@ async def prepare(request: web.Request, found: Mapping[str, Any]) -> Prepared:
     app, caller = request.app, request[CALLER]
     model, door = app[CHAT_MODEL], app[APP_STATE].door
     if caller.tenant:
-        door.check_limits(caller)
+        door.tenancy.check(caller)
     messages, tools = found["messages"], found.get("tools", [])
     choice, ending = chosen(tools, found.get("tool_choice")), ending_of(found)
     if model.template is None:
-        raise InvalidRequest(
-            "this model has no chat template: use /v1/completions",
-            "messages",
-            "unsupported_parameter",
-        )
+        message = "this model has no chat template: use /v1/completions"
+        raise InvalidRequest(message, "messages", "unsupported_parameter")
     if choice.is_offered and model.tool_format is None:
         raise InvalidRequest(
             "this model's chat template does not support tools", "tools", "unsupported_parameter"
@@ -101,7 +98,7 @@ async def prepare(request: web.Request, found: Mapping[str, Any]) -> Prepared:
     start = Start.CLOSED if model.reasoning is None else model.reasoning.start(prompt.text, begun)
     if not choice.is_offered or model.tool_format is None:
         return Prepared(prompt, "", None, start=start)
-    calls = _calls_grammar(app, model.tool_format, tools, choice)
+    calls = _calls_grammar(door, model.tool_format, tools, choice)
     if not choice.is_forced:
         return Prepared(prompt, "", model.tool_format, calls, start)
     is_constrained = calls is not None
@@ -112,7 +109,7 @@ async def prepare(request: web.Request, found: Mapping[str, Any]) -> Prepared:
         )
     opening = model.tool_format.opening(choice.function, is_constrained=is_constrained)
     if start is not Start.CLOSED and calls is not None and model.reasoning_grammar is not None:
-        begin = model.tool_format.literal(opening, _token_id(app))
+        begin = model.tool_format.literal(opening, door.model.tokenizer.token_id)
         whole = f"start: {begin} call\ncall: %lark {{\n{calls}\n}}"
         return Prepared(prompt, "", model.tool_format, whole, start)
     ended = ""
@@ -122,16 +119,12 @@ async def prepare(request: web.Request, found: Mapping[str, Any]) -> Prepared:
     return Prepared(prompt, opening, model.tool_format, calls)
 
 
-def _token_id(app: web.Application) -> Callable[[str], int | None]:
-    return app[APP_STATE].door.model.tokenizer.token_id
-
-
 def _calls_grammar(
-    app: web.Application, one: ToolFormat, tools: Sequence[Tool], choice: ToolChoice
+    door: FrontDoor, one: ToolFormat, tools: Sequence[Tool], choice: ToolChoice
 ) -> str | None:
     """The grammar of a forced call after its opening; else, if a tool is strict, of an answer with
     any number of calls. None: the output is unconstrained."""
-    door, token_id = app[APP_STATE].door, _token_id(app)
+    token_id = door.model.tokenizer.token_id
     if not one.is_json or door.constraint_refusal is not None:
         return None
     literal = partial(one.literal, token_id=token_id)
@@ -152,11 +145,8 @@ def constraint_behind(
     """The constraint on the whole output, its reasoning included, and the client's field for it."""
     constraint, constrained_by = constraint_of(found, prepared.grammar)
     if constraint and prepared.tool_format and not prepared.grammar:
-        raise InvalidRequest(
-            "an output of this shape cannot call tools: set tool_choice to none",
-            constrained_by,
-            "unsupported_parameter",
-        )
+        message = "an output of this shape cannot call tools: set tool_choice to none"
+        raise InvalidRequest(message, constrained_by, "unsupported_parameter")
     budget = found.get("thinking_token_budget")
     if prepared.start is Start.CLOSED or not (constraint or budget is not None):
         return constraint, constrained_by

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ....core.request.request import FinishReason, TokenLogprobs
@@ -23,14 +22,7 @@ from ..protocol.answers import (
 )
 from ..protocol.event_stream import TextEvent
 from .reasoning import ReasoningParser
-from .tool_call_parsers import Content, Delta, ToolCallParser, ToolDelta
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """A piece of a sample's reasoning."""
-
-    text: str
+from .tool_call_parsers import Delta, DeltaKind, ToolCallParser
 
 
 class ChatSample(Sample):
@@ -88,32 +80,31 @@ class ChatSample(Sample):
             self._add_ending(choices[-1], chunk.result)
         return events + [json_text(choice) for choice in choices]
 
-    def _delta(self, delta: Delta | Reasoning) -> ChatMessage:
-        if isinstance(delta, Content):
+    def _delta(self, delta: Delta) -> ChatMessage:
+        if delta.kind is DeltaKind.TEXT:
             return ChatMessage(content=delta.text)
-        if isinstance(delta, Reasoning):
+        if delta.kind is DeltaKind.REASONING:
             return ChatMessage(reasoning_content=delta.text)
-        call = ToolCall(Function(delta.arguments), delta.index)
+        call = ToolCall(Function(delta.text), delta.call)
         if delta.name is not None:
-            call = self._new_call(delta.name, delta.arguments)
-            call.index = delta.index
+            call = self._new_call(delta.name, delta.text)
+            call.index = delta.call
         return ChatMessage(tool_calls=[call])
 
     # --- whole ------------------------------------------------------------------------------------
 
     def choice(self, chunk: OutputChunk) -> ChatChoice:
         """The choice of a whole answer; `chunk`: all its chunks merged."""
-        content = reasoning = ""
+        texts = {DeltaKind.TEXT: "", DeltaKind.REASONING: ""}
         calls: list[ToolCall] = []
         for delta in self.deltas(chunk):
-            if isinstance(delta, Content):
-                content += delta.text
-            elif isinstance(delta, Reasoning):
-                reasoning += delta.text
+            if delta.kind is not DeltaKind.CALL:
+                texts[delta.kind] += delta.text
             elif delta.name is not None:
-                calls.append(self._new_call(delta.name, delta.arguments))
+                calls.append(self._new_call(delta.name, delta.text))
             else:
-                calls[-1].function.arguments += delta.arguments
+                calls[-1].function.arguments += delta.text
+        content, reasoning = texts.values()
         message = ChatMessage("assistant", content)
         if calls or reasoning:
             message.content = content or None
@@ -128,18 +119,18 @@ class ChatSample(Sample):
 
     # --- both -------------------------------------------------------------------------------------
 
-    def deltas(self, chunk: OutputChunk) -> Sequence[Delta | Reasoning]:
+    def deltas(self, chunk: OutputChunk) -> Sequence[Delta]:
         """The deltas of `chunk`, which is the next chunk."""
         opening, self._opening = self._opening, ""
         reasoning, text = self._told_apart(chunk)
-        before = [Reasoning(reasoning)] if reasoning else []
+        before = [Delta(DeltaKind.REASONING, reasoning)] if reasoning else []
         if self._parser is None:
-            return [*before, Content(text)] if text else before
+            return [*before, Delta(DeltaKind.TEXT, text)] if text else before
         deltas = self._parser.feed(opening + text)
         if chunk.result is not None:
             deltas += self._parser.finish()
-        kept = [d for d in deltas if isinstance(d, Content) or d.index < self._max_calls]
-        self._num_calls += sum(isinstance(d, ToolDelta) and d.name is not None for d in kept)
+        kept = [d for d in deltas if d.call < self._max_calls]
+        self._num_calls += sum(d.name is not None for d in kept)
         return [*before, *kept]
 
     def is_cut(self, result: RequestResult) -> bool:

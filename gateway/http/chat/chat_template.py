@@ -171,33 +171,21 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         ending: Ending,
     ) -> ChatPrompt:
+        given: dict[str, Any] = {"messages": messages, "tools": tools or None, **variables}
         if ending is Ending.CONTINUED:
             *others, last = messages
-            marked = [*others, last | {"content": f"{last['content']}{_TEXT_END} "}]
-            rendered = self._rendered(marked, tools, variables, begins=False)
-            text = _up_to_end(rendered, last["content"])
-        else:
-            text = self._rendered(messages, tools, variables, begins=ending is Ending.BEGUN)
+            given["messages"] = [*others, last | {"content": f"{last['content']}{_TEXT_END} "}]
+        text = self._rendered(given | {"add_generation_prompt": ending is Ending.BEGUN})
+        if ending is Ending.CONTINUED:
+            text = _up_to_end(text, messages[-1]["content"])
         return ChatPrompt(*self._marks.read(text))
 
-    def _rendered(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        variables: Mapping[str, Any],
-        *,
-        begins: bool,
-    ) -> str:
+    def _rendered(self, given: Mapping[str, Any]) -> str:
+        """What the template makes of these variables, with its marks. Raises InvalidRequest."""
         deadline_s = time.monotonic() + _MAX_RENDER_S
         pieces, num_chars = [], 0
         try:
-            for piece in self._template.generate(
-                messages=messages,
-                tools=tools or None,
-                add_generation_prompt=begins,
-                **self._variables,
-                **variables,
-            ):
+            for piece in self._template.generate(**self._variables, **given):
                 pieces.append(piece)
                 num_chars += len(piece)
                 if num_chars > _MAX_PROMPT_CHARS or time.monotonic() > deadline_s:

@@ -3,11 +3,12 @@
 Text becomes deltas as it arrives:
 
     text so far     Let me look. <tool_call>{"name": "now", "arguments": {"zone"
-    deltas          Content("Let me look. ")  ToolDelta(0, "now", '')  ToolDelta(0, None, '{"zone"')
+    deltas          TEXT "Let me look. "   CALL 0 now ""   CALL 0 '{"zone"'
 """
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,23 +24,21 @@ PYTHON_TAG = "<|python_tag|>"
 _PIECE_CHARS = 4096  # parsed at a time, since the text after a call is copied for each call
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text for the user."""
+class DeltaKind(enum.Enum):
+    REASONING = "reasoning"
+    TEXT = "text"  # for the user
+    CALL = "call"
 
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of an answer. A call's first delta has the function's name; `text` is of the
+    arguments' JSON, `call` the call's number."""
+
+    kind: DeltaKind
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolDelta:
-    """A piece of call number `index`; the call's first delta has the name."""
-
-    index: int
-    name: str | None
-    arguments: str
-
-
-Delta = Content | ToolDelta
+    call: int = 0
+    name: str | None = None
 
 
 class ToolCallParser(ABC):
@@ -51,14 +50,14 @@ class ToolCallParser(ABC):
         self._space: list[str] = []  # white space after `_text`
         self._scanner: Scanner | None = None
         self._num_calls = 0
-        self._is_named = False
         self._is_behind_call = False
         self._has_content = False
 
     @property
     def open_call(self) -> int | None:
         """The number of the call that has begun and not ended, if any; valid after `finish`."""
-        is_open = self._scanner is not None and self._is_named and not self._scanner.is_done
+        call = self._scanner
+        is_open = call is not None and call.name is not None and not call.is_done
         return self._num_calls if is_open else None
 
     @property
@@ -85,7 +84,7 @@ class ToolCallParser(ABC):
         """The last deltas, at the text's end."""
         deltas: list[Delta] = []
         self._feed_piece("", deltas)
-        if self._scanner is not None and not self._is_named:
+        if self._scanner is not None and self._scanner.name is None:
             self._content(self._given_up(self._scanner), deltas)
         elif self._scanner is not None:
             self._scanner.feed("\0")  # only a further character may show that arguments are whole
@@ -106,26 +105,23 @@ class ToolCallParser(ABC):
         if text:
             self._has_content = True
             self._is_behind_call = False
-            deltas.append(Content(text))
+            deltas.append(Delta(DeltaKind.TEXT, text))
 
     def _begin(self) -> None:
-        self._scanner, self._is_named = self._new_scanner(), False
+        self._scanner = self._new_scanner()
 
     def _scan(self, deltas: list[Delta]) -> bool:
         """Continue the call that has begun; False: more text is needed."""
         assert self._scanner is not None
-        scanner = self._scanner
+        scanner, was_named = self._scanner, self._scanner.name is not None
         self._text = scanner.feed(self._text)
-        if scanner.name is not None and not self._is_named:
-            self._is_named = True
-            deltas.append(ToolDelta(self._num_calls, scanner.name, scanner.take_arguments()))
-        elif arguments := scanner.take_arguments():
-            deltas.append(ToolDelta(self._num_calls, None, arguments))
+        name, arguments = None if was_named else scanner.name, scanner.take_arguments()
+        if name is not None or arguments:
+            deltas.append(Delta(DeltaKind.CALL, arguments, self._num_calls, name))
         if scanner.is_done or scanner.is_broken:
-            self._num_calls += self._is_named
-            self._is_behind_call = self._is_named
-            self._scanner = None
-            if not self._is_named:
+            self._scanner, self._is_behind_call = None, scanner.name is not None
+            self._num_calls += self._is_behind_call
+            if scanner.name is None:
                 self._content(self._given_up(scanner), deltas)
             return True
         return False
@@ -208,7 +204,7 @@ class MistralParser(TagParser):
             return True
         if text[0] in "[,":
             self._text = text[1:]
-            self._scanner, self._is_named = CallScanner(), False
+            self._scanner = CallScanner()
         else:  # the list's end
             self._text, self._is_in_list = text.removeprefix("]"), False
         return True

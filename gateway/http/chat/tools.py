@@ -129,11 +129,8 @@ def chosen(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolChoice:
     choice = choice or ToolChoice(is_offered=True)
     names = {tool["function"]["name"] for tool in tools}
     if choice.function is not None and choice.function not in names:
-        raise InvalidRequest(
-            f"tool_choice names {choice.function[:64]!r}, which is not among the tools",
-            "tool_choice",
-            "invalid_value",
-        )
+        message = f"tool_choice names {choice.function[:64]!r}, which is not among the tools"
+        raise InvalidRequest(message, "tool_choice", "invalid_value")
     return choice
 
 

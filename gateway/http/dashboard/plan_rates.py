@@ -16,8 +16,7 @@ class PlanRates:
     """The rates of one gateway's plans, from one `look` per second."""
 
     def __init__(self, record: PlanRecord, clock: Clock) -> None:
-        self._record = record
-        self._clock = clock
+        self._record, self._clock = record, clock
         # The time of each look, and the counts of plans up to then.
         self._looks: deque[tuple[float, Counter[tuple[str, ...]]]] = deque(maxlen=SPAN_S + 1)
         self._samples: deque[tuple[float, SampledPlan]] = deque(maxlen=SPAN_S)

@@ -302,9 +302,9 @@ class EngineRoster:
         on_device, in_host = counts
         return {
             "device_blocks": on_device,
-            "device_bytes": on_device * engine.block_bytes,
+            "device_bytes": on_device * engine.welcome.block_bytes,
             "host_blocks": in_host,
-            "host_bytes": in_host * engine.block_bytes,
+            "host_bytes": in_host * engine.welcome.block_bytes,
         }
 
     def _join_restarted(self) -> None:

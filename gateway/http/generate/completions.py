@@ -21,7 +21,7 @@ from ..protocol.answers import Completion, CompletionChoice, CompletionLogprobs,
 from ..protocol.app_state import APP_STATE
 from ..protocol.event_stream import TextEvent
 from .generated_answer import GeneratedAnswer, Sample, TokenOf, prompt_logprobs
-from .request_fields import COMMON, LOGPROBS, MAX_TOKENS, generate_request, read_body
+from .request_fields import COMMON, LOGPROBS, MAX_TOKENS, Body, generate_request
 from .structured import constraint_of
 
 ROUTES = web.RouteTableDef()
@@ -66,14 +66,8 @@ PROMPTS = FieldKind(
     _prompts,
 )
 
-REQUIRED = ("model", "prompt")
-FIELDS: Mapping[str, FieldKind] = {
-    **COMMON,
-    "prompt": PROMPTS,
-    "max_tokens": MAX_TOKENS,
-    "logprobs": LOGPROBS,
-    "echo": BOOLEAN,
-}
+_FIELDS = {"prompt": PROMPTS, "max_tokens": MAX_TOKENS, "logprobs": LOGPROBS, "echo": BOOLEAN}
+BODY = Body({**COMMON, **_FIELDS}, ("model", "prompt"))
 _DEFAULT_MAX_TOKENS = 16
 _MAX_CHOICES = 128
 
@@ -81,7 +75,7 @@ _MAX_CHOICES = 128
 @ROUTES.post("/v1/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
     """Continue a prompt, or each of several."""
-    return await _Completions(request, await read_body(request, FIELDS, REQUIRED)).run()
+    return await _Completions(request, await BODY.read(request)).run()
 
 
 @dataclass(slots=True)

@@ -13,19 +13,18 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
 from ....core.errors import BatonError, InvalidRequest
 from ....core.request.request import TokenLogprobs
+from ....core.request.text_parameters import LABEL
 from ....proto.v1 import inference_pb2
 from ...admission.running_call import RunningCall
 from ...request.output_chunk import OutputChunk, merged
 from ...text.special_tokens import Spans
 from ...text.token_text import TokenText
-from ...validation.validation import check_label
 from ..protocol.answers import (
     Answer,
     Choice,
@@ -74,33 +73,6 @@ class Sample(ABC):
         """The object in a whole answer; `chunk`: the whole sample."""
 
 
-@dataclass(slots=True)
-class TokenCounts:
-    """The token counts of one HTTP request, over all of its prompts and samples.
-
-    `cached_tokens`: by prompt index, known when the first of its samples ends.
-    """
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: dict[int, int] = field(default_factory=dict)
-
-    def add(self, prompt_index: int, chunk: OutputChunk) -> None:
-        self.completion_tokens += len(chunk.token_ids)
-        if chunk.result is not None:
-            known = self.cached_tokens.get(prompt_index, 0)
-            self.cached_tokens[prompt_index] = max(known, chunk.result.cached_tokens)
-
-    @property
-    def num_cached(self) -> int:
-        return sum(self.cached_tokens.values())
-
-    def usage(self) -> Usage:
-        num_prompt, num_output = self.prompt_tokens, self.completion_tokens
-        details = PromptDetails(self.num_cached)
-        return Usage(num_prompt, num_output, num_prompt + num_output, details)
-
-
 class GeneratedAnswer(ABC):
     """One answer while it is generated; each endpoint has its own format.
 
@@ -119,7 +91,8 @@ class GeneratedAnswer(ABC):
         """Raises InvalidRequest for an invalid request id, and stream options without a stream."""
         self.app = request.app
         self.label = request.headers.get(REQUEST_ID_HEADER, "")
-        check_label(self.label, REQUEST_ID_HEADER)
+        if self.label:
+            LABEL.check(self.label, REQUEST_ID_HEADER, 0)
         self.num_samples: int = found.get("n", 1)
         self.is_stream: bool = found.get("stream", False)
         if "stream_options" in found and not self.is_stream:
@@ -133,7 +106,8 @@ class GeneratedAnswer(ABC):
         self._has_continuous_usage = self._includes_usage and options.get("continuous_usage_stats")
         self._request = request
         self.extra: dict[str, Any] = {}
-        self._counts = TokenCounts()
+        self._num_prompt_tokens = self._num_output_tokens = 0  # of all prompts and samples
+        self._num_cached: dict[int, int] = {}  # by prompt, from the first end of its samples on
         self._samples: Sequence[Sample] = ()
         self._text_events: Sequence[TextEvent | None] = ()  # per sample, as whole events
         self._chunks: dict[int, list[OutputChunk]] = {}
@@ -212,7 +186,7 @@ class GeneratedAnswer(ABC):
         """Prepare the answer, once all prompts are accepted."""
         first = calls[0]
         self._request.setdefault(REQUEST_ID, first.record.call_id)
-        self._counts.prompt_tokens = sum(call.record.prompt_tokens for call in calls)
+        self._num_prompt_tokens = sum(call.record.prompt_tokens for call in calls)
         self._samples = await self.samples(calls)
         self._envelope = {
             "id": self.id_prefix + first.record.call_id,
@@ -241,18 +215,20 @@ class GeneratedAnswer(ABC):
 
     def _note(self, prompt_index: int, chunk: OutputChunk) -> int:
         """Count a chunk; returns the index of its sample."""
-        self._counts.add(prompt_index, chunk)
+        self._num_output_tokens += len(chunk.token_ids)
         if chunk.sample_index == 0 and chunk.index == 0:
             self.first_chunk(prompt_index, chunk)
-        if chunk.result is not None and not self._nodes:
-            result = chunk.result
-            self._nodes = {"prefill_node": result.prefill_node}
-            self._nodes["decode_node"] = result.decode_node or ""
+        if (result := chunk.result) is not None:
+            known = self._num_cached.get(prompt_index, 0)
+            self._num_cached[prompt_index] = max(known, result.cached_tokens)
+            nodes = {"prefill_node": result.prefill_node, "decode_node": result.decode_node or ""}
+            self._nodes = self._nodes or nodes
         return prompt_index * self.num_samples + chunk.sample_index
 
     def _usage(self) -> Usage:
-        """The usage so far."""
-        usage = self._counts.usage()
+        num_prompt, num_output = self._num_prompt_tokens, self._num_output_tokens
+        details = PromptDetails(sum(self._num_cached.values()))
+        usage = Usage(num_prompt, num_output, num_prompt + num_output, details)
         reasoned = [n for one in self._samples if (n := one.num_reasoning_tokens) is not None]
         if reasoned:
             usage.completion_tokens_details = CompletionDetails(sum(reasoned))
@@ -266,7 +242,7 @@ class GeneratedAnswer(ABC):
             return False
         event = self._text_events[chunk.sample_index]
         if event is not None and chunk.index and chunk.text:  # the usual case
-            self._counts.completion_tokens += len(chunk.token_ids)
+            self._num_output_tokens += len(chunk.token_ids)
             self._stream.send_now(event.of(chunk.text))
         elif events := self._events(0, chunk):
             self._stream.send_now(events)
@@ -301,7 +277,7 @@ class GeneratedAnswer(ABC):
     def node_headers(self) -> dict[str, str]:
         """The headers of a whole answer: the nodes that served it, and its cached tokens."""
         nodes = {f"x-{key.replace('_', '-')}": _ascii(name) for key, name in self._nodes.items()}
-        return nodes | {"x-cached-tokens": str(self._counts.num_cached)}
+        return nodes | {"x-cached-tokens": str(sum(self._num_cached.values()))}
 
 
 @contextmanager

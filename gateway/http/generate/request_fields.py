@@ -156,48 +156,44 @@ INTERNAL = frozenset(
 _MAX_LOGGED = 16
 
 
-def read_fields(
-    body: Mapping[str, Any],
-    known: Mapping[str, FieldKind],
-    unsupported: Mapping[str, Unsupported] = UNSUPPORTED,
-    required: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Read the fields that are present; a required text must not be empty. Raises InvalidRequest
-    for fields that cannot be served."""
-    found: dict[str, Any] = {}
-    ignored: list[str] = []
-    for name, value in body.items():
-        if value is None:
-            continue
-        if (kind := known.get(name)) is not None:
-            found[name] = kind.read(value, name)
-        elif name in INTERNAL:
-            raise InvalidRequest(f"there is no parameter {name}", name, "unknown_parameter")
-        elif name in unsupported:
-            _check_harmless(name, value, *unsupported[name])
-        else:
-            ignored.append(name[:64])
-    if ignored:
-        log.info("unknown fields were ignored: %r", ignored[:_MAX_LOGGED])
-    for name in required:
-        require({} if found.get(name) == "" else found, name)
-    return found
+class Body(NamedTuple):
+    """The fields of a request's body, of which a `required` text must not be empty, and those that
+    are `unsupported` unless they are among them."""
+
+    fields: Mapping[str, FieldKind]
+    required: Sequence[str] = ()
+    unsupported: Mapping[str, Unsupported] = UNSUPPORTED
+
+    async def read(self, request: web.Request) -> dict[str, Any]:
+        """The fields that are present. Raises InvalidRequest, Refusal."""
+        return self.read_fields(await read_object(request))
+
+    def read_fields(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The same of a parsed body. Raises InvalidRequest for fields that cannot be served."""
+        found: dict[str, Any] = {}
+        ignored: list[str] = []
+        for name, value in body.items():
+            if value is None:
+                continue
+            if (kind := self.fields.get(name)) is not None:
+                found[name] = kind.read(value, name)
+            elif name in INTERNAL:
+                raise InvalidRequest(f"there is no parameter {name}", name, "unknown_parameter")
+            elif name in self.unsupported:
+                _check_harmless(name, value, *self.unsupported[name])
+            else:
+                ignored.append(name[:64])
+        if ignored:
+            log.info("unknown fields were ignored: %r", ignored[:_MAX_LOGGED])
+        for name in self.required:
+            require({} if found.get(name) == "" else found, name)
+        return found
 
 
 def _check_harmless(name: str, value: Any, instead: str, harmless: Sequence[Any]) -> None:
     if not any(type(value) is type(h) and value == h for h in harmless):
         message = f"{name} is not supported here" + (f": {instead}" if instead else "")
         raise InvalidRequest(message, name, "unsupported_parameter")
-
-
-async def read_body(
-    request: web.Request,
-    known: Mapping[str, FieldKind],
-    required: Sequence[str],
-    unsupported: Mapping[str, Unsupported] = UNSUPPORTED,
-) -> dict[str, Any]:
-    """`read_fields` of a request's body. Raises InvalidRequest, Refusal."""
-    return read_fields(await read_object(request), known, unsupported, required)
 
 
 def require(found: Mapping[str, Any], name: str) -> Any:

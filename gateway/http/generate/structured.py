@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ....constraints.grammars import JSON_OPTIONS, MAX_CHOICES, MAX_SOURCE_BYTES
@@ -65,38 +65,26 @@ def _response_format(value: Any, name: str) -> SamplingFields:
 
 
 def _structured_outputs(value: Any, name: str) -> SamplingFields:
-    found = _OPTIONS.read(value, name)
-    if found.get("json_object") is False:
-        del found["json_object"]
+    found = [fields for fields in _OPTIONS.read(value, name).values() if fields]
     if len(found) != 1:
         raise invalid(name, f"an object of one of {', '.join(_WAYS)}")
-    ((way, source),) = found.items()
-    return _of(way, source)
+    fields: SamplingFields = found[0]
+    return fields
 
 
-def _of(way: str, source: Any) -> SamplingFields:
-    match way:
-        case "json":
-            return {"json_schema": source}
-        case "json_object":
-            return {"json_schema": _ANY_OBJECT}
-        case "choice":
-            return {"choice": common_pb2.Choices(values=source)}
-    return {way: source}
-
-
-def _guided(way: str) -> FieldKind:
-    kind = _WAYS[way]
-    return FieldKind(kind.schema, lambda value, name: _of(way, kind.read(value, name)))
+def _way(kind: FieldKind, fields_of: Callable[[Any], SamplingFields]) -> FieldKind:
+    return FieldKind(kind.schema, lambda value, name: fields_of(kind.read(value, name)))
 
 
 _SCHEMA = FieldKind({"anyOf": [{"type": "object"}, {"type": "string"}]}, _json_schema)
 _WAYS: Mapping[str, FieldKind] = {
-    "json": _SCHEMA,
-    "json_object": BOOLEAN,
-    "regex": STRING,
-    "choice": list_of(STRING, MAX_CHOICES),
-    "grammar": STRING,
+    "json": _way(_SCHEMA, lambda schema: {"json_schema": schema}),
+    "json_object": _way(BOOLEAN, lambda is_one: {"json_schema": _ANY_OBJECT} if is_one else {}),
+    "regex": _way(STRING, lambda regex: {"regex": regex}),
+    "choice": _way(
+        list_of(STRING, MAX_CHOICES), lambda texts: {"choice": common_pb2.Choices(values=texts)}
+    ),
+    "grammar": _way(STRING, lambda grammar: {"grammar": grammar}),
 }
 _OPTIONS = options(**_WAYS)
 
@@ -109,10 +97,7 @@ STRUCTURED: Mapping[str, FieldKind] = {
         _response_format,
     ),
     "structured_outputs": FieldKind(_OPTIONS.schema, _structured_outputs),
-    "guided_json": _guided("json"),
-    "guided_regex": _guided("regex"),
-    "guided_choice": _guided("choice"),
-    "guided_grammar": _guided("grammar"),
+    **{f"guided_{way}": _WAYS[way] for way in ("json", "regex", "choice", "grammar")},
 }
 
 

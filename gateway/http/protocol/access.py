@@ -27,7 +27,7 @@ from .errors import Handler, Refusal
 
 LOGIN_PATH = "/dashboard/login"
 _OPEN = frozenset({"/live", "/ready", "/health", "/version", LOGIN_PATH})
-_SCOPE_OF = {  # by the path's first part; a route that is not listed here needs ADMIN
+_SCOPE_OF = {  # by the path, or its first part; a route that is not listed here needs ADMIN
     "v1": INFER,
     "tokenize": INFER,
     "detokenize": INFER,
@@ -42,9 +42,10 @@ _SCOPE_OF = {  # by the path's first part; a route that is not listed here needs
     "flush_cache": ADMIN,
     "start_profile": ADMIN,
     "stop_profile": ADMIN,
+    "v1/load_lora_adapter": ADMIN,
+    "v1/unload_lora_adapter": ADMIN,
 }
 _CALLS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
-_ADMIN_PATHS = frozenset({"v1/load_lora_adapter", "v1/unload_lora_adapter"})
 
 
 class Access:
@@ -122,13 +123,13 @@ async def check_access(request: web.Request, handler: Handler) -> web.StreamResp
         if isinstance(error, Unauthenticated) and request.path.rstrip("/") == "/dashboard":
             return web.Response(status=303, headers={"Location": LOGIN_PATH})
         if _scope(request) == INFER:  # other paths are no calls: scrapes, pages, probes
-            request.app[APP_STATE].door.count_refusal(anyone("http"), error)
+            request.app[APP_STATE].door.feed.call_refused(anyone("http"), error)
         raise
     try:
         return await handler(request)
     except BatonError as error:
         if request.path in _CALLS and AT_DOOR not in request:
-            request.app[APP_STATE].door.count_refusal(request[CALLER], error)
+            request.app[APP_STATE].door.feed.call_refused(request[CALLER], error)
         raise
 
 
@@ -141,9 +142,8 @@ def scope_of(path: str, *, exists: bool) -> str | None:
     if path in _OPEN:
         return None
     name = path.lstrip("/")
-    if name in _ADMIN_PATHS:
-        return ADMIN
-    return _SCOPE_OF.get(name.partition("/")[0], ADMIN if exists else None)
+    of_part = _SCOPE_OF.get(name.partition("/")[0], ADMIN if exists else None)
+    return _SCOPE_OF.get(name, of_part)
 
 
 def _hostname(host: str) -> str | None:

@@ -88,25 +88,35 @@ class Connections:
         self._max = min(MAX_CONNECTIONS, descriptors.for_http())
         self._num_refused = 0
         self._logs_again_s = 0.0
-        self.num_open = 0
-        self.num_leaving = 0  # refused connections that are not closed yet
+        self._open: set[object] = set()  # those with a place
+        self.leaving: set[object] = set()  # refused ones that are not closed yet
 
     def __call__(self) -> asyncio.BaseProtocol:
         connection = _Connection(self, self._server, self._options)
         return connection if self._tls is None else _OverTls(self, connection, self._tls)
 
-    def take(self, descriptor: int) -> bool:
-        """Take a place for one more connection, to `give_back` later; False if there is none."""
-        if self.num_open >= self._max or descriptors.is_among_last(descriptor):
+    def take(self, connection: object, descriptor: int) -> bool:
+        """Give a connection a place, until `forget`; False if there is none."""
+        if len(self._open) >= self._max or descriptors.is_among_last(descriptor):
             self._on_refused()
             self._num_refused += 1
             self._log_refused()
             return False
-        self.num_open += 1
+        self._open.add(connection)
         return True
 
-    def give_back(self) -> None:
-        self.num_open -= 1
+    def may_leave(self, connection: object) -> bool:
+        """Whether a refused connection may stay open for a moment, until `forget`: its client gets
+        an answer."""
+        if len(self.leaving) >= _MAX_LEAVING:
+            return False
+        self.leaving.add(connection)
+        return True
+
+    def forget(self, connection: object) -> None:
+        """The connection is closed."""
+        self._open.discard(connection)
+        self.leaving.discard(connection)
 
     def _log_refused(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -116,7 +126,7 @@ class Connections:
         log.warning(
             "HTTP connections are refused, %d so far: %d are open, of %d that there may be, and "
             "this process may open %d files and sockets in all (ulimit -n)",
-            *(self._num_refused, self.num_open, self._max, descriptors.limit()),
+            *(self._num_refused, len(self._open), self._max, descriptors.limit()),
         )
 
 
@@ -131,41 +141,26 @@ class _OverTls(SSLProtocol):
         loop = asyncio.get_running_loop()
         super().__init__(loop, connection, context, server_side=True, **handshake)
         self._connections, self._connection = connections, connection
-        self._is_taken = self._is_leaving = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        connections, abort = self._connections, cast(asyncio.Transport, transport).abort
-        self._is_taken = connections.take(transport.get_extra_info("socket").fileno())
-        if not self._is_taken:
-            if connections.num_leaving >= _MAX_LEAVING:
+        abort = cast(asyncio.Transport, transport).abort
+        if not self._connections.take(self, transport.get_extra_info("socket").fileno()):
+            if not self._connections.may_leave(self):
                 abort()
                 return
-            connections.num_leaving += 1
-            self._is_leaving = self._connection.is_refused = True
+            self._connection.is_refused = True
             asyncio.get_running_loop().call_later(_REFUSED_S, abort)
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if self._is_taken:
-            self._is_taken = False
-            self._connections.give_back()
-        if self._is_leaving:
-            self._is_leaving = False
-            self._connections.num_leaving -= 1
+        self._connections.forget(self)
         super().connection_lost(exc)
 
 
 class _Connection(web.RequestHandler):
     """The connection of one client. `is_refused`: the TLS layer found no place for it."""
 
-    __slots__ = (
-        "_connections",
-        "_half_closed",
-        "_head_timer",
-        "_is_leaving",
-        "_is_taken",
-        "is_refused",
-    )
+    __slots__ = ("_connections", "_half_closed", "_head_timer", "is_refused")
 
     def __init__(
         self, connections: Connections, server: web.Server, options: dict[str, Any]
@@ -174,8 +169,6 @@ class _Connection(web.RequestHandler):
         super().__init__(server, loop=loop, keepalive_timeout=IDLE_S, **options)
         self._connections = connections
         self.is_refused = False
-        self._is_taken = False
-        self._is_leaving = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._half_closed: HalfClosed | None = None
 
@@ -183,11 +176,12 @@ class _Connection(web.RequestHandler):
         super().connection_made(transport)
         plain = transport.get_extra_info("socket")
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_S))
-        is_over_tls = self.ssl_context is not None  # then _OverTls has asked for the place
-        has_place = is_over_tls and not self.is_refused
-        self._is_taken = not is_over_tls and self._connections.take(plain.fileno())
+        if self.ssl_context is not None:  # _OverTls has asked for the place
+            has_place = not self.is_refused
+        else:
+            has_place = self._connections.take(self, plain.fileno())
         loop = asyncio.get_running_loop()
-        if has_place or self._is_taken:
+        if has_place:
             self._head_timer = loop.call_later(HEAD_S, self._close_silent)
             return
         stream = cast(asyncio.Transport, transport)
@@ -195,12 +189,10 @@ class _Connection(web.RequestHandler):
         if stream.can_write_eof():
             with contextlib.suppress(OSError):  # the client has gone already
                 stream.write_eof()
-        if self._connections.num_leaving >= _MAX_LEAVING:
+        if not self._connections.may_leave(self):
             self.force_close()
             return
         # Closing now, with unread input, would reset the connection, and the answer would be lost.
-        self._connections.num_leaving += 1
-        self._is_leaving = True
         self.close()
         self._head_timer = loop.call_later(_LEAVING_S, self.force_close)
 
@@ -210,17 +202,13 @@ class _Connection(web.RequestHandler):
         if self._half_closed is not None:
             self._half_closed.stop()
             self._half_closed = None  # it refers to this connection
-        if self._is_taken:
-            self._is_taken = False
-            self._connections.give_back()
-        if self._is_leaving:
-            self._is_leaving = False
-            self._connections.num_leaving -= 1
+        self._connections.forget(self)
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether to keep our direction open; asyncio closes it otherwise, and with TLS always."""
-        if self._is_leaving or self._waiter is not None or self.ssl_context is not None:
+        is_leaving = self in self._connections.leaving
+        if is_leaving or self._waiter is not None or self.ssl_context is not None:
             return False
         if self.transport is None:
             return False

@@ -17,7 +17,7 @@ from http import HTTPStatus
 from aiohttp import web
 
 from ....core.errors import BatonError, Cancelled
-from ...validation.validation import is_label
+from ....core.request.text_parameters import is_label
 from .app_state import APP_STATE, STREAM
 
 log = logging.getLogger(__name__)

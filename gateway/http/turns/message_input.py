@@ -30,6 +30,7 @@ from ..generate.request_fields import (
     MAX_TOKENS,
     SAMPLING,
     UNSUPPORTED_IN_TURNS,
+    Body,
     Unsupported,
 )
 from ..generate.structured import FLAT_FORMAT, STRUCTURED
@@ -148,11 +149,8 @@ def _tools(value: Any, name: str) -> Any:
         if not isinstance(tool, dict):
             raise invalid(f"{name}[{i}]", "an object")
         if tool.get("type") not in (None, "custom"):
-            raise InvalidRequest(
-                f"{name}[{i}]: tools that a server runs are not here, clients' own alone",
-                f"{name}[{i}]",
-                "unsupported_parameter",
-            )
+            message = f"{name}[{i}]: tools that a server runs are not here, clients' own alone"
+            raise InvalidRequest(message, f"{name}[{i}]", "unsupported_parameter")
         if not isinstance(tool.get("input_schema"), dict):
             raise invalid(f"{name}[{i}].input_schema", "a JSON schema")
         function = {key: tool.get(key) for key in ("name", "description", "strict")}
@@ -203,7 +201,7 @@ _TYPED = record({"type": STRING.schema})
 _TEXT_OR_BLOCKS = {"anyOf": [STRING.schema, {"type": "array", "items": _TYPED, "minItems": 1}]}
 _MESSAGE = record({"role": {"enum": list(_ROLES)}, "content": _TEXT_OR_BLOCKS})
 _TOOL = record({"name": STRING.schema, "input_schema": {"type": "object"}})
-COUNTED: Mapping[str, FieldKind] = {  # the fields that make the prompt
+_COUNTED: Mapping[str, FieldKind] = {  # the fields that make the prompt
     "model": STRING,
     "messages": FieldKind(
         {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _MESSAGE}, _messages
@@ -228,17 +226,15 @@ _SAMPLED = {
     for name, kind in {**SAMPLING, **GENERATION, **STRUCTURED}.items()
     if name not in ("n", "prompt_logprobs", "response_format", "stop")
 }
-FIELDS: Mapping[str, FieldKind] = {
-    **COUNTED,
+_FIELDS: Mapping[str, FieldKind] = {
+    **_COUNTED,
     **_SAMPLED,
     "max_tokens": MAX_TOKENS,
     "stream": FRONT["stream"],
     "stop_sequences": SAMPLING["stop"],
 }
 _AS_IN_CHATS = {*_SAMPLED, "model", "stream", "tools", "max_tokens", "chat_template_kwargs"}
-COUNTED_REQUIRED = ("model", "messages")
-REQUIRED = (*COUNTED_REQUIRED, "max_tokens")
-NOT_SUPPORTED: Mapping[str, Unsupported] = {
+_NOT_SUPPORTED: Mapping[str, Unsupported] = {
     **UNSUPPORTED_IN_TURNS,
     **dict.fromkeys(
         ("enable_thinking", "thinking_budget", "thinking_token_budget"), Unsupported("use thinking")
@@ -258,6 +254,8 @@ NOT_SUPPORTED: Mapping[str, Unsupported] = {
     "stop": Unsupported("the name is stop_sequences"),
     "text": UNSUPPORTED_IN_TURNS["text"]._replace(instead="use output_config.format"),
 }
+COUNTED_BODY = Body(_COUNTED, ("model", "messages"), _NOT_SUPPORTED)
+BODY = Body(_FIELDS, ("model", "messages", "max_tokens"), _NOT_SUPPORTED)
 
 
 def chat_fields(found: Mapping[str, Any], follows: Collection[str]) -> dict[str, Any]:

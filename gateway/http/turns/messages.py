@@ -13,13 +13,13 @@ from ...admission.text_calls import tokenize
 from ...request.output_chunk import RequestResult
 from ..chat.chat_model import CHAT_MODEL, prepare
 from ..chat.reasoning import followed
+from ..chat.tool_call_parsers import DeltaKind
 from ..generate.generated_answer import renaming
-from ..generate.request_fields import read_body
 from ..protocol.answers import answer
 from ..protocol.app_state import APP_STATE, CALLER
 from . import message_blocks as blocks
-from .message_input import COUNTED, COUNTED_REQUIRED, FIELDS, NOT_SUPPORTED, REQUIRED, chat_fields
-from .turn import Block, BlockKind, Turn, call_arguments
+from .message_input import BODY, COUNTED_BODY, chat_fields
+from .turn import Block, Turn, call_arguments
 
 ROUTES = web.RouteTableDef()
 
@@ -35,7 +35,7 @@ _NAMES = {
 @ROUTES.post("/v1/messages")
 async def messages(request: web.Request) -> web.StreamResponse:
     """Generate the next turn of a conversation."""
-    found = await read_body(request, FIELDS, REQUIRED, NOT_SUPPORTED)
+    found = await BODY.read(request)
     fields = _chat_fields(request.app, found)
     with renaming(_NAMES):
         return await _Message(request, fields, await prepare(request, fields)).run()
@@ -44,7 +44,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
 @ROUTES.post("/v1/messages/count_tokens")
 async def count_tokens(request: web.Request) -> web.Response:
     """How many tokens the prompt of this conversation has."""
-    found = await read_body(request, COUNTED, COUNTED_REQUIRED, NOT_SUPPORTED)
+    found = await COUNTED_BODY.read(request)
     fields = _chat_fields(request.app, found)
     with renaming(_NAMES):
         prompt = (await prepare(request, fields)).prompt
@@ -83,11 +83,11 @@ class _Message(Turn):
 
     def block_grew(self, block: Block, text: str) -> Sequence[Struct]:
         match block.kind:
-            case BlockKind.TEXT:
+            case DeltaKind.TEXT:
                 piece = blocks.BlockPiece(type="text_delta", text=text)
-            case BlockKind.REASONING:
+            case DeltaKind.REASONING:
                 piece = blocks.BlockPiece(type="thinking_delta", thinking=text)
-            case BlockKind.CALL:
+            case DeltaKind.CALL:
                 piece = blocks.BlockPiece(type="input_json_delta", partial_json=text)
         return [blocks.BlockDelta(type="content_block_delta", index=block.index, delta=piece)]
 
@@ -118,7 +118,7 @@ class _Message(Turn):
             return blocks.Stop("stop_sequence", result.matched_stop)
         if result.finish_reason is FinishReason.LENGTH:
             return blocks.Stop("max_tokens", None)
-        has_call = any(block.kind is BlockKind.CALL for block in self.blocks)
+        has_call = any(block.kind is DeltaKind.CALL for block in self.blocks)
         is_call = has_call and not self.sample.is_cut(result)
         return blocks.Stop("tool_use" if is_call else "end_turn", None)
 
@@ -139,9 +139,9 @@ class _Message(Turn):
 def _content(block: Block) -> blocks.ContentBlock:
     """The block in Anthropic's form, with its text so far."""
     match block.kind:
-        case BlockKind.TEXT:
+        case DeltaKind.TEXT:
             return blocks.ContentBlock(type="text", text=block.text)
-        case BlockKind.REASONING:
+        case DeltaKind.REASONING:
             return blocks.ContentBlock(type="thinking", thinking=block.text, signature="")
     return blocks.ContentBlock(
         type="tool_use",

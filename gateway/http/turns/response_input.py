@@ -34,6 +34,7 @@ from ..generate.request_fields import (
     MAX_TOKENS,
     SAMPLING,
     UNSUPPORTED_IN_TURNS,
+    Body,
     Unsupported,
 )
 from ..generate.structured import FLAT_FORMAT, STRUCTURED
@@ -139,11 +140,8 @@ def _functions(
             called = _called(namespace, tool.get("name"), where)
             yield {**{k: v for k, v in tool.items() if k != "type"}, "name": called}, where
         else:
-            raise InvalidRequest(
-                f"{where}: only functions are called here, not {kind[:32]!r}",
-                where,
-                "unsupported_parameter",
-            )
+            message = f"{where}: only functions are called here, not {kind[:32]!r}"
+            raise InvalidRequest(message, where, "unsupported_parameter")
 
 
 def _called(namespace: Any, function: Any, name: str) -> Any:
@@ -193,7 +191,7 @@ _SPACE = record(
         "tools": {"type": "array", "items": _TOOL},
     }
 )
-FIELDS: Mapping[str, FieldKind] = {
+_FIELDS: Mapping[str, FieldKind] = {
     **{name: FRONT[name] for name in ("model", "stream", "user", "metadata")},
     **{name: kind for name, kind in SAMPLING.items() if name != "prompt_logprobs"},
     **{name: kind for name, kind in GENERATION.items() if name != "n"},
@@ -220,8 +218,7 @@ FIELDS: Mapping[str, FieldKind] = {
     "enable_thinking": REASONING["enable_thinking"],
     "thinking_token_budget": REASONING["thinking_token_budget"],
 }
-REQUIRED = ("model", "input")
-NOT_SUPPORTED: Mapping[str, Unsupported] = {
+_NOT_SUPPORTED: Mapping[str, Unsupported] = {
     **UNSUPPORTED_IN_TURNS,
     "background": Unsupported(harmless=(False,)),
     "conversation": Unsupported(),
@@ -236,6 +233,7 @@ NOT_SUPPORTED: Mapping[str, Unsupported] = {
     "system": Unsupported("the name is instructions", ("", [])),
     "truncation": Unsupported(harmless=("disabled",)),
 }
+BODY = Body(_FIELDS, ("model", "input"), _NOT_SUPPORTED)
 
 
 def chat_fields(found: Mapping[str, Any], conversation: Sequence[Message]) -> dict[str, Any]:

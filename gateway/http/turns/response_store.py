@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ....core.errors import ResponseNotFound
 from ....core.ports import Clock
@@ -30,19 +30,19 @@ class _Entry:
         return len(self.messages) + len(self.body) + _ENTRY_BYTES
 
 
+@dataclass(slots=True)
 class ResponseStore:
-    """`max_bytes`: of all entries together; `ttl_s`: how long each entry is kept at most."""
+    """`_max_bytes`: of all entries together; `_ttl_s`: how long each entry is kept at most."""
 
-    def __init__(self, clock: Clock, max_bytes: int, ttl_s: float) -> None:
-        self._clock = clock
-        self._max_bytes = max_bytes
-        self._ttl_s = ttl_s
-        self._of_tenant: dict[str, OrderedDict[str, _Entry]] = {}
-        self._bytes_of: dict[str, int] = {}
+    _clock: Clock
+    _max_bytes: int
+    _ttl_s: float
+    _of_tenant: dict[str, OrderedDict[str, _Entry]] = field(default_factory=dict)
+    _bytes_of: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        """The size of all entries, at most `max_bytes`."""
+        """The size of all entries, at most `_max_bytes`."""
         return sum(self._bytes_of.values())
 
     def put(self, tenant: str, response_id: str, messages: Sequence[Message], body: bytes) -> None:

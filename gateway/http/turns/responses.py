@@ -15,27 +15,27 @@ from ....core.request.sampling_params import SamplingParams
 from ...request.output_chunk import RequestResult
 from ..chat.chat_model import Prepared, prepare
 from ..chat.messages import Message
+from ..chat.tool_call_parsers import DeltaKind
 from ..generate.generated_answer import renaming
-from ..generate.request_fields import read_fields
 from ..protocol.answers import answer, json_text
 from ..protocol.app_state import CALLER
 from ..protocol.body import read_object
 from . import response_items as items
-from .response_input import FIELDS, NOT_SUPPORTED, REQUIRED, chat_fields, namespaces
+from .response_input import BODY, chat_fields, namespaces
 from .response_store import ResponseStore
-from .turn import Block, BlockKind, Turn, call_arguments
+from .turn import Block, Turn, call_arguments
 
 ROUTES = web.RouteTableDef()
 RESPONSE_STORE = web.AppKey("response_store", ResponseStore)
 
 _DEFAULTS = SamplingParams()
-_ID_PREFIX = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}
+_ID_PREFIX = {DeltaKind.REASONING: "rs_", DeltaKind.TEXT: "msg_", DeltaKind.CALL: "fc_"}
 _TYPE = {
-    BlockKind.REASONING: "reasoning",
-    BlockKind.TEXT: "message",
-    BlockKind.CALL: "function_call",
+    DeltaKind.REASONING: "reasoning",
+    DeltaKind.TEXT: "message",
+    DeltaKind.CALL: "function_call",
 }
-_TEXT_NAME = {BlockKind.REASONING: "reasoning_text", BlockKind.TEXT: "output_text"}
+_TEXT_NAME = {DeltaKind.REASONING: "reasoning_text", DeltaKind.TEXT: "output_text"}
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -50,7 +50,7 @@ _ID_IN_PATH = {"previous_response_id": "response_id"}
 async def responses(request: web.Request) -> web.StreamResponse:
     """Generate the next turn of a conversation, and store it for the turn after."""
     body = await read_object(request)
-    found = read_fields(body, FIELDS, NOT_SUPPORTED, REQUIRED)
+    found = BODY.read_fields(body)
     earlier: Sequence[Message] = ()
     if (previous := found.get("previous_response_id")) is not None:
         earlier = request.app[RESPONSE_STORE].messages(request[CALLER].tenant, previous)
@@ -66,11 +66,8 @@ async def kept_response(request: web.Request) -> web.Response:
     """A stored response, as it was sent."""
     for name in ("stream", "starting_after"):
         if request.query.get(name, "false") not in ("false", "0"):
-            raise InvalidRequest(
-                f"{name} is not supported: a response that is kept is complete",
-                name,
-                "unsupported_parameter",
-            )
+            message = f"{name} is not supported: a response that is kept is complete"
+            raise InvalidRequest(message, name, "unsupported_parameter")
     with renaming(_ID_IN_PATH):
         body = request.app[RESPONSE_STORE].body(*_kept(request))
     return web.Response(body=body, content_type="application/json")
@@ -116,7 +113,7 @@ class _Response(Turn):
         events: list[Struct] = [
             items.ItemEvent(type="response.output_item.added", output_index=block.index, item=item)
         ]
-        if block.kind is not BlockKind.CALL:
+        if block.kind is not DeltaKind.CALL:
             item.content = []
             events.append(self._part("added", block))
         return events
@@ -130,17 +127,17 @@ class _Response(Turn):
             output_index=block.index,
             item=self._item(block, "incomplete" if is_cut else "completed"),
         )
-        if block.kind is BlockKind.CALL:
+        if block.kind is DeltaKind.CALL:
             return [self._text(block, "done", name=done.item.name, arguments=block.text), done]
         return [self._text(block, "done", text=block.text), self._part("done", block), done]
 
     def _text(self, block: Block, what: str, **text: Any) -> Struct:
         """The event for a block's text; `what`: delta or done."""
         where = {"item_id": _id(block), "output_index": block.index, **text}
-        if block.kind is BlockKind.CALL:
+        if block.kind is DeltaKind.CALL:
             return items.ArgumentsEvent(type=f"response.function_call_arguments.{what}", **where)
         event = items.TextEvent(type=f"response.{_TEXT_NAME[block.kind]}.{what}", **where)
-        if block.kind is BlockKind.TEXT:
+        if block.kind is DeltaKind.TEXT:
             event.logprobs = ()
         return event
 
@@ -198,13 +195,13 @@ class _Response(Turn):
     def _item(self, block: Block, status: str) -> items.Item:
         """The block as an item of the output, with its text so far."""
         item = items.Item(id=_id(block), type=_TYPE[block.kind], status=status)
-        if block.kind is BlockKind.CALL:
+        if block.kind is DeltaKind.CALL:
             item.call_id, item.name, item.arguments = _call_id(block), block.name, block.text
             if (found := self._namespaces.get(block.name)) is not None:
                 item.namespace, item.name = found
             return item
         item.content = [_content(block)]
-        if block.kind is BlockKind.TEXT:
+        if block.kind is DeltaKind.TEXT:
             item.role = "assistant"
         else:
             item.summary = ()
@@ -235,7 +232,7 @@ def _id(block: Block) -> str:
 
 
 def _content(block: Block) -> items.Part:
-    if block.kind is BlockKind.TEXT:
+    if block.kind is DeltaKind.TEXT:
         return items.Part(text=block.text, type="output_text", annotations=(), logprobs=())
     return items.Part(text=block.text, type="reasoning_text")
 
@@ -247,9 +244,9 @@ def _call_id(block: Block) -> str:
 def _message(block: Block) -> Message:
     """The block as a message for the template of the next turn."""
     message: Message = {"role": "assistant", "content": ""}
-    if block.kind is BlockKind.TEXT:
+    if block.kind is DeltaKind.TEXT:
         message["content"] = block.text
-    elif block.kind is BlockKind.REASONING:
+    elif block.kind is DeltaKind.REASONING:
         message["reasoning_content"] = block.text
     else:
         function = {"name": block.name, "arguments": call_arguments(block.text)}

@@ -1,6 +1,6 @@
 """One answer of a chat as a sequence of blocks, for the Responses API and Anthropic's messages.
 
-    deltas   Reasoning "why"  Content "so "  Content "it is"  ToolDelta now {"zone": "UTC"}
+    deltas   REASONING "why"  TEXT "so "  TEXT "it is"  CALL now {"zone": "UTC"}
     blocks   [ reasoning    ][ text                        ][ call                         ]
 A block begins with its first delta, and ends when a delta of another block comes or the answer
 ends. The endpoint defines what is written for a block.
@@ -8,7 +8,6 @@ ends. The endpoint defines what is written for a block.
 
 from __future__ import annotations
 
-import enum
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,24 +20,18 @@ from msgspec import Struct
 from ...admission.running_call import RunningCall
 from ...request.output_chunk import OutputChunk, RequestResult, merged
 from ..chat.chat import Chat
-from ..chat.chat_sample import ChatSample, Reasoning
-from ..chat.tool_call_parsers import Delta, ToolDelta
+from ..chat.chat_sample import ChatSample
+from ..chat.tool_call_parsers import Delta, DeltaKind
 from ..generate.generated_answer import Sample
 from ..protocol.answers import answer, json_text
 from ..protocol.errors import NUM_EVENTS
-
-
-class BlockKind(enum.Enum):
-    REASONING = "reasoning"
-    TEXT = "text"
-    CALL = "call"
 
 
 @dataclass(slots=True)
 class Block:
     """`id`: 32 hex digits; `name`: of the function, if the block is a call."""
 
-    kind: BlockKind
+    kind: DeltaKind
     index: int
     id: str
     name: str = ""
@@ -103,21 +96,17 @@ class Turn(Chat):
         text = json_text(event)
         return f"event: {event.type}\ndata: {text}\n\n"  # type: ignore[attr-defined]
 
-    def _grow(self, delta: Delta | Reasoning) -> list[Struct]:
+    def _grow(self, delta: Delta) -> list[Struct]:
         events: list[Struct] = []
-        if isinstance(delta, ToolDelta):
-            kind, text, name = BlockKind.CALL, delta.arguments, delta.name
-        else:
-            kind = BlockKind.REASONING if isinstance(delta, Reasoning) else BlockKind.TEXT
-            text, name = delta.text, None
+        kind, name = delta.kind, delta.name
         if name is not None or not self._is_open or self.blocks[-1].kind is not kind:
             events += self._end_block()
             self.blocks.append(Block(kind, len(self.blocks), self.sample.new_id(), name or ""))
             self._is_open = True
             events += self.block_begun(self.blocks[-1])
-        if text:
-            self.blocks[-1].pieces.append(text)
-            events += self.block_grew(self.blocks[-1], text)
+        if delta.text:
+            self.blocks[-1].pieces.append(delta.text)
+            events += self.block_grew(self.blocks[-1], delta.text)
         return events
 
     def _end_block(self, *, is_cut: bool = False) -> Sequence[Struct]:

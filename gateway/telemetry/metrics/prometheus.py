@@ -139,7 +139,7 @@ class Exporter:
         """Set the one LoRA series of all engines; none if no engine serves adapters."""
         self._store.forget(table.LORA)
         engines = self._engines.engines.values()
-        max_loras = max((engine.max_loras for engine in engines), default=0)
+        max_loras = max((engine.welcome.max_loras for engine in engines), default=0)
         loads = [engine.load for engine in engines]
         running = sorted({name for load in loads for name in load.running_adapters})
         waiting = sorted({name for load in loads for name in load.waiting_adapters})

@@ -195,7 +195,7 @@ class EnginePair:
         self._copy(refs.block_ids.tolist(), reservation.block_ids[cached:known])
         source.abort(request.key)
         if one.first is not None:
-            puller.start_beams(reservation, one.first)
+            puller.beams.start(reservation, one.first)
             self._sent |= {each.key: (each, puller) for each in (request, *request.forks)}
             return
         for each in (*request.forks, request):

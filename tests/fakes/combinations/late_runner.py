@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from baton.core.request.request import TokenLogprobs
 from baton.engine.execution.batch import SampledToken, SequenceSlice
-from baton.engine.execution.constraints import TokenCounts
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.runner_protocols import LaunchedStep
 from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.lora.rank_adapters import RankAdapters
+from baton.kernels.sampling.sample_spec import Counts
 
 
 @dataclass(eq=False)
@@ -109,6 +109,7 @@ def _as_now(one: SequenceSlice) -> SequenceSlice:
     """Copies what may change while the step waits, as an upload to a device does."""
     one = one._replace(block_table=array("i", one.block_table))
     sample = one.sample
-    if sample is not None and isinstance(sample.counts, TokenCounts):
-        one = one._replace(sample=sample._replace(counts=sample.counts.behind(())))
+    if sample is not None and sample.counts is not None:
+        counts = Counts(*(each.copy() for each in sample.counts))
+        one = one._replace(sample=sample._replace(counts=counts))
     return one

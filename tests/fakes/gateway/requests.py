@@ -9,7 +9,8 @@ from typing import Any
 from baton.core.request.request import Adapter
 from baton.core.request.sampling_params import RequestOptions, SamplingParams
 from baton.core.request.token_ids import column
-from baton.gateway.validation.validation import ModelLimits, ValidatedRequest, validated
+from baton.gateway.validation.served_model import ModelLimits
+from baton.gateway.validation.validation import ValidatedRequest, validated
 from baton.proto.v1 import inference_pb2
 
 

@@ -20,9 +20,9 @@ from baton.core.errors import HandoffFailed
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, BlockRefs
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.kv_transfer.export.pool_address import PoolDescription
@@ -49,6 +49,7 @@ from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.shm.shm_window import ShmWindow
 from baton.kv_transfer.window.block_pieces import BlockCut
+from baton.kv_transfer.window.threaded_window import Pull
 from baton.kv_transfer.window.transport import PullOutcome
 from baton.node.peers.windows import Windows
 
@@ -243,8 +244,9 @@ def shm_rejects_what_is_rewritten_under_it() -> None:
     whole = BlockCut.of(None, 64)
     window = ShmWindow(PoolDescription(pool.incarnation, 64, 4), fds, pool, whole)
     try:
-        generation = pool.generations.read(2)
-        outcome = window._copy(2, generation, _RewrittenBefore(pool, 2))  # type: ignore[arg-type]
+        window._destination = [_RewrittenBefore(pool, 2)]  # type: ignore[assignment]
+        pair = BlockPair(BlockRef(2, pool.generations.read(2)), 0)
+        outcome = window.copy_blocks(Pull(block_pairs.join(pair), lambda outcome: None))
         assert outcome is PullOutcome.STALE, f"somebody else's bytes were taken: {outcome}"
     finally:
         window.close()
@@ -258,10 +260,10 @@ def shm_rejects_what_is_rewritten_under_it() -> None:
 def new_engine(*, runs_ahead: bool = False, capacity: int = 12) -> Engine:
     num_blocks = capacity + NUM_RESERVED_BLOCKS
     return Engine(
-        make_parts(
+        EngineParts(
             FakeRunner(num_blocks, BLOCK_SIZE, runs_ahead=runs_ahead),
             EngineLimits(num_blocks, BLOCK_SIZE, max_model_len=40),
-            LocalGenerations(num_blocks),
+            Generations(num_blocks),
             fingerprint="toy",
             eos_token_ids=(),
         )
@@ -300,7 +302,7 @@ def an_aborted_step_keeps_its_blocks() -> None:
 
 
 def a_chain_with_a_hole_ends_at_it() -> None:
-    pool = BlockPool(8, LocalGenerations(8))
+    pool = BlockPool(8, Generations(8))
     cache = PrefixCache(pool)
     hashes = prompt_hashes(3 * BLOCK_SIZE)
     first, third = pool.allocate(2) or []

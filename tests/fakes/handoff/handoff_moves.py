@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from baton.kv_transfer.protocol.events import ClosePeer
+from baton.kv_transfer.protocol.messages import Refused
 
 from ..object_graphs import forked, frozen
 from .handoff_sides import NUM_BLOCKS, Attempt, Memory, PullerSide, SourceSide, mapped
@@ -130,8 +130,8 @@ class Moves:
         getattr(side, name)(*arguments)
         side.tidy()
         sent = tuple(
-            None if isinstance(e, ClosePeer) else (e.incarnation, self._message_number(e.message))
-            for e in side.outbox
+            None if isinstance(message, Refused) else (peer, self._message_number(message))
+            for peer, message in ((each.incarnation, each.message) for each in side.outbox)
         )
         done = tuple(side.done)
         side.outbox.clear()

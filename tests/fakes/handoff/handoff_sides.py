@@ -30,7 +30,6 @@ from baton.engine.kv.block_pool import (
 from baton.kv_transfer.protocol.events import (
     CancelPull,
     Chunk,
-    ClosePeer,
     CloseWindow,
     Complete,
     DropReservation,
@@ -144,7 +143,7 @@ class SourceSide(_Side):
         self.held: dict[str, list[int]] = {}  # transfer_id -> blocks, until ReleaseBlocks
         self.num_computed: dict[str, int] = {}  # while computing
         self.over_s: dict[str, float | None] = {}  # transfer_id -> when it ended; None while live
-        self.outbox: list[Send | ClosePeer] = []
+        self.outbox: list[Send] = []
         self.done: list[tuple[str, int]] = []
 
     def snapshot(self) -> Memory:
@@ -219,8 +218,7 @@ class SourceSide(_Side):
         over_s = dict(self.over_s)
         for event in _stranger_says(transfer_id):
             self.feed(event)
-        sent = [each for each in self.outbox if isinstance(each, Send)]
-        told = [each.message for each in sent if each.incarnation == _STRANGER]
+        told = [each.message for each in self.outbox if each.incarnation == _STRANGER]
         assert not any(isinstance(message, Manifest) for message in told), "a stranger got blocks"
         self.outbox = [each for each in self.outbox if each.incarnation != _STRANGER]
         assert self.over_s == over_s, "a stranger ended a transfer"
@@ -282,7 +280,7 @@ class PullerSide(_Side):
         self.pulls: dict[tuple[str, int], tuple[str, MemoryPull]] = {}  # -> source, copy in flight
         self.started: set[tuple[str, int]] = set()
         self.reports: list[PullEnded] = []  # of copies that ended, not yet given to the machine
-        self.outbox: list[Send | ClosePeer] = []
+        self.outbox: list[Send] = []
         self.done: list[tuple[str, int]] = []
 
     # ---- what may happen
@@ -357,7 +355,7 @@ class PullerSide(_Side):
     def feed(self, event: PullerEvent) -> None:
         for effect in self.machine.handle(event):
             match effect:
-                case Send() | ClosePeer():
+                case Send():
                     self.outbox.append(effect)
                 case OpenWindow(incarnation):
                     self.openings.append(effect)

@@ -32,7 +32,6 @@ from baton.engine.kv.block_pool import Reservation
 from baton.kv_transfer.protocol.events import (
     CancelPull,
     Chunk,
-    ClosePeer,
     CloseWindow,
     Complete,
     DropReservation,
@@ -57,7 +56,7 @@ from baton.kv_transfer.protocol.events import (
     WindowOpened,
     Withdrawn,
 )
-from baton.kv_transfer.protocol.messages import HandoffState, Hello
+from baton.kv_transfer.protocol.messages import HandoffState, Hello, Refused
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.window.transport import PullOutcome
@@ -110,7 +109,7 @@ class SourceNode:
         self.pool = MemoryPool(NUM_POOL_BLOCKS, BLOCK_BYTES)
         self.machine = Source(Hello(incarnation, _FINGERPRINT), clock, LEASE_S)
         self.inbox: list[SourceEvent] = []
-        self.outbox: list[Send | ClosePeer] = []
+        self.outbox: list[Send] = []
         self.free = list(range(NUM_POOL_BLOCKS))
         self.held: dict[str, list[int]] = {}  # key -> blocks
         self.num_computed: dict[str, int] = {}  # transfer_id -> blocks, while computing
@@ -171,7 +170,7 @@ class PullerNode:
         self.transport = MemoryTransport(self.pool, sources)
         self.machine = Puller(Hello(incarnation, _FINGERPRINT), clock, LEASE_S)
         self.inbox: list[PullerEvent] = []
-        self.outbox: list[Send | ClosePeer] = []
+        self.outbox: list[Send] = []
         self.free = list(range(NUM_POOL_BLOCKS))
         self.prompts: dict[str, Prompt] = {}  # transfer_id -> its prompt
         self.reservations: dict[str, Reservation] = {}
@@ -233,7 +232,7 @@ class PullerNode:
     def feed(self, event: PullerEvent) -> None:
         for effect in self.machine.handle(event):
             match effect:
-                case Send() | ClosePeer():
+                case Send():
                     self.outbox.append(effect)
                 case Reserve(transfer_id):
                     asked = {*self.reservations, *(each.transfer_id for each in self.questions)}
@@ -385,7 +384,7 @@ class World:
             for effect in node.outbox:
                 if not self.is_linked or effect.incarnation != other.incarnation:
                     continue
-                if isinstance(effect, ClosePeer):
+                if isinstance(effect.message, Refused):
                     self.unlink(num_kept=len(other.inbox))
                 else:
                     other.inbox.append(PeerMessage(node.incarnation, effect.message))

@@ -13,7 +13,7 @@ from fakes.access import access
 from fakes.handoff.block_pairs import BlockPair, split
 
 from baton.core.errors import HandoffFailed
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.kv_transfer.protocol.events import OpenWindow
 from baton.kv_transfer.window.block_pairs import BlockPairs
 from baton.kv_transfer.window.block_pieces import BlockPiece
@@ -26,7 +26,7 @@ class MemoryPool:
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        self.generations = LocalGenerations(num_blocks)
+        self.generations = Generations(num_blocks)
         self.num_steps: int | None = None  # as counted by the pool's owner
         self._data = bytearray(num_blocks * block_bytes)
 

@@ -144,9 +144,9 @@ class FakeNode:
         fields: dict[str, Any] = {
             "first_index": index,
             "token_ids": [self._token(request, index)],
-            "finish_reason": codec.finish_to_wire(
+            "finish_reason": codec.FINISH_TO_WIRE[
                 self._reason(request, index) if index == last else None
-            ),
+            ],
             "events": [node_pb2.NodeEvent(event=event.value, monotonic_ns=time.monotonic_ns())]
             if event
             else [],

@@ -23,7 +23,7 @@ from baton.core.request.request import FinishReason, Request, Ticket
 from baton.core.request.sampling_params import SamplingParams
 from baton.decode_node.role import DecodeRole
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.kv.limits import EngineLimits
 from baton.kv_transfer.protocol.messages import Hello, Message, Refused, decode, encode
 from baton.kv_transfer.protocol.puller import Puller
@@ -37,7 +37,7 @@ from baton.node.engine_process.engine_loop import EngineLoop
 from baton.node.engine_process.heartbeat import EngineNumbers, HeartbeatSender
 from baton.node.engine_process.promise_orders import PromiseOrders
 from baton.node.peers.peers import Peers
-from baton.node.peers.prefixes import PrefixFetches, PrefixLoans
+from baton.node.peers.prefixes import Prefixes
 from baton.node.peers.windows import Windows
 from baton.node.requests.request_io import RequestIO
 from baton.prefill_node.role import PrefillRole
@@ -92,7 +92,7 @@ class Received:
         for index, logprobs in enumerate(output.prompt_logprobs, start=output.first_prompt_index):
             assert index not in self.prompt_logprobs, "told twice"
             self.prompt_logprobs[index] = logprobs.logprob
-        self.finish_reason = codec.finish_from_wire(output.finish_reason)
+        self.finish_reason = codec.FINISH_FROM_WIRE.get(output.finish_reason)
         self.error = output.error.code if output.HasField("error") else None
         self.events += [stamp.event for stamp in output.events]
         if output.HasField("cached_tokens"):
@@ -133,7 +133,7 @@ class Node:
             block_bytes=self.pool.block_bytes,
         )  # fmt: skip
         self.engine = Engine(
-            make_parts(
+            EngineParts(
                 self.runner, limits, self.pool.generations, fingerprint="toy", eos_token_ids=()
             )
         )
@@ -158,8 +158,8 @@ class Node:
         hello, name = self.hello, self.incarnation
         source = Source(hello, self.clock, lease_s, ACCESS)
         puller = Puller(hello, self.clock, LINK_WAIT_S)
-        make_fetches = partial(
-            PrefixFetches, self.engine, puller, self.clock, FakeEntropy(int(name[:2], 16)),
+        make_prefixes = partial(
+            Prefixes, self.engine, puller, self.clock, FakeEntropy(int(name[:2], 16)),
             incarnation=name, lease_s=lease_s,
         )  # fmt: skip
         return Peers(
@@ -168,8 +168,7 @@ class Node:
             lambda feed: Windows(transport.open, self.post, feed, lambda run: run()),
             self.channels,
             self.desk.flush,
-            PrefixLoans(self.engine),
-            make_fetches,
+            make_prefixes,
             self.clock,
         )
 

@@ -15,9 +15,9 @@ from fakes.clock import FakeClock
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
 from baton.engine.speculation.draft_model import DraftModelProposer
@@ -93,10 +93,10 @@ class HeadEngine:
     ) -> None:
         limits: dict[str, int] = {"max_model_len": 200, "max_num_batched_tokens": 32} | fields
         self.engine = Engine(
-            make_parts(
+            EngineParts(
                 runner,
                 EngineLimits(num_blocks, 16, **limits),
-                LocalGenerations(num_blocks),
+                Generations(num_blocks),
                 fingerprint="test",
                 eos_token_ids=(),
                 proposer=recorder,

@@ -17,10 +17,10 @@ from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import BlockHash, Tier, block_hashes, root_hash
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.disk.disk_file import slot_bytes_of
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.host_tier import Load
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
@@ -91,10 +91,10 @@ class Rig:
             view = self.copier.memory.view
             self.disk = PlayedDisk(self.file, self.num_disk, size, view, self.draw_jobs)
         self.engine = Engine(
-            make_parts(
+            EngineParts(
                 runner,
                 EngineLimits(num_blocks, BLOCK_SIZE, 200, max_num_batched_tokens=self.budget),
-                LocalGenerations(num_blocks),
+                Generations(num_blocks),
                 fingerprint="f",
                 eos_token_ids=(),
                 estimator=Optimist(),

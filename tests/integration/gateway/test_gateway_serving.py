@@ -746,7 +746,7 @@ async def test_more_than_can_be_decoded_at_once_waits_here(world: World) -> None
         await world.nodes[name].kill()
         await world.nodes[name].start()
     engines = world.gateway._table.engines
-    await until(lambda: [e.max_num_seqs for e in engines.values()].count(1) == 2)
+    await until(lambda: [e.welcome.max_num_seqs for e in engines.values()].count(1) == 2)
     await until(lambda: len(engines) == 3)
     running = [
         asyncio.create_task(world.client.generate(PROMPT, max_tokens=30).finish()) for _ in range(6)

@@ -548,7 +548,7 @@ async def test_a_reader_that_stops_keeps_its_place_until_its_deadline(world: Wor
         await until(lambda: sessions._num_admitted == 6)
         await until(lambda: len(sessions) == 0)
         assert sessions._num_admitted and not world.decode.cancelled
-        await asyncio.wait_for(sessions.wait_idle(), 10)
+        await asyncio.wait_for(sessions.is_idle.wait(), 10)
 
 
 async def test_abort_over_grpc_ends_a_stream_over_http(world: World) -> None:

@@ -154,15 +154,15 @@ async def test_a_late_gateway_reads_pages_among_junk() -> None:
             await asyncio.sleep(0.1)
             mirror.add(incarnation, 9000)
             following = asyncio.create_task(Follower(theirs, mirror).run())
-            while mirror._copies[incarnation].seq != journal.seq:
+            while mirror.copies[incarnation].seq != journal.seq:
                 admin.publish("baton:default:prefix", b"junk")
                 await asyncio.sleep(0.02)
             last = journal.seq
             admin.publish("baton:default:prefix", b"junk")
             journal.record([BlockHash((1).to_bytes(16, "little"))], [BlockHash(bytes(16))])
-            while mirror._copies[incarnation].seq != last + 1:  # noqa: ASYNC110
+            while mirror.copies[incarnation].seq != last + 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-            assert len(mirror._copies[incarnation].hashes) == 9000
+            assert len(mirror.copies[incarnation].hashes) == 9000
             assert 0 < admin.ttl(f"{prefix}{incarnation}:9") <= LEASE_S
             admin.flushall()
             while len(admin.keys(prefix + incarnation + "*")) < 11:  # noqa: ASYNC110

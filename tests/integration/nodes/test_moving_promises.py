@@ -159,7 +159,7 @@ async def test_promises_move_under_requests_and_none_fails(scene: Scene) -> None
             await scene.move(0)
             await scene.next_plans()
     engine = scene.engine("prefill-0")
-    assert engine is not None and engine.own_target_s == TARGET_MS / 1000
+    assert engine is not None and engine.welcome.tbt_target_s == TARGET_MS / 1000
     assert scene.promises("decode-0"), "which promises all the while"
 
 

@@ -29,9 +29,9 @@ from baton.core.membership import Member, Role
 from baton.core.request.request import PrefixSource, Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.model import fingerprint
 
@@ -59,10 +59,10 @@ def reference(model_dir: Path) -> ModelRunner:
 
 def single_process_tokens(runner: ModelRunner, request: Request) -> list[int]:
     engine = Engine(
-        make_parts(
+        EngineParts(
             runner,
             EngineLimits(NUM_BLOCKS, BLOCK_SIZE, max_model_len=runner.max_model_len),
-            LocalGenerations(NUM_BLOCKS),
+            Generations(NUM_BLOCKS),
             fingerprint=fingerprint.short(runner.fingerprint),
             eos_token_ids=runner.eos_token_ids,
         )

@@ -22,13 +22,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
-from fakes.access import ENGINE_KEY, access
+from fakes.access import access
 from fakes.handoff import block_pairs
 from fakes.handoff.block_pairs import BlockPair, BlockRef
-from fakes.host_pool import HostPool
+from fakes.host_pool import HostPool, export_host_pool
 
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
-from baton.kv_transfer.shm.shm import ShmTransport, export_host_pool
+from baton.kv_transfer.shm.shm import ShmTransport
 from baton.kv_transfer.window.transport import PullOutcome
 
 NUM_BLOCKS = 16
@@ -43,7 +43,7 @@ def content(block_id: int, generation: int) -> int:
 
 def export(incarnation: str) -> None:
     pool = HostPool(incarnation, NUM_BLOCKS, BLOCK_BYTES)
-    exporter = export_host_pool(incarnation, pool, pool.generations.fd, ENGINE_KEY)
+    exporter = export_host_pool(incarnation, pool, pool.generations.fd)
     print("ready", flush=True)
     time.sleep(60)
     exporter.close()

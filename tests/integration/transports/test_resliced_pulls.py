@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from fakes.access import ENGINE_KEY, access
+from fakes.access import access
 from fakes.handoff import block_pairs
 from fakes.handoff.block_pairs import BlockPair, BlockRef
-from fakes.host_pool import HostPool
+from fakes.host_pool import HostPool, export_host_pool
 
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.kv_transfer.export.pool_address import PoolPart
 from baton.kv_transfer.protocol.events import OpenWindow
 from baton.kv_transfer.ranks.ranked import SourcePiece, WindowOpener, open_pieces
-from baton.kv_transfer.shm.shm import ShmTransport, export_host_pool
+from baton.kv_transfer.shm.shm import ShmTransport
 from baton.kv_transfer.window.block_pieces import pieces_of
 from baton.kv_transfer.window.transport import PoolWindow, PullOutcome
 
@@ -84,7 +84,7 @@ def exported(source: Engine, dense: np.ndarray) -> Iterator[None]:
         for rank, (part, pool) in enumerate(zip(source.parts, source.pools, strict=True)):
             source.array(rank)[NUM_RESERVED_BLOCKS:] = shard(dense, part)[NUM_RESERVED_BLOCKS:]
             fd = source.pools[0].generations.fd
-            stack.callback(export_host_pool(part.pool, pool, fd, ENGINE_KEY, source.parts).close)
+            stack.callback(export_host_pool(part.pool, pool, fd, source.parts).close)
         yield
 
 

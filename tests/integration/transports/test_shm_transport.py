@@ -25,7 +25,7 @@ import pytest
 from fakes.access import ENGINE_KEY, access
 from fakes.handoff import block_pairs
 from fakes.handoff.block_pairs import BlockPair, BlockRef
-from fakes.host_pool import HostPool
+from fakes.host_pool import HostPool, export_host_pool
 from numpy.typing import NDArray
 from patience import AT_ONCE_S
 
@@ -40,7 +40,7 @@ from baton.kv_transfer.export.pool_address import (
     PoolDescription,
     PoolExporter,
 )
-from baton.kv_transfer.shm.shm import ShmTransport, export_host_pool
+from baton.kv_transfer.shm.shm import ShmTransport
 from baton.kv_transfer.shm.shm_window import ShmWindow
 from baton.kv_transfer.window.network_address import RemotePool, pair_key
 from baton.kv_transfer.window.transport import PullOutcome
@@ -104,7 +104,7 @@ def destination() -> Iterator[HostPool]:
 
 @pytest.fixture
 def exporter(source: HostPool) -> Iterator[PoolExporter]:
-    exporter = export_host_pool(SOURCE, source, source.generations.fd, ENGINE_KEY)
+    exporter = export_host_pool(SOURCE, source, source.generations.fd)
     yield exporter
     exporter.close()
 
@@ -258,7 +258,7 @@ def test_kill_9_of_the_source_leaves_nothing(destination: HostPool) -> None:
 @pytest.mark.usefixtures("exporter")
 def test_one_incarnation_is_exported_once(source: HostPool) -> None:
     with pytest.raises(StartupFailed):
-        export_host_pool(SOURCE, source, source.generations.fd, ENGINE_KEY)
+        export_host_pool(SOURCE, source, source.generations.fd)
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def test_an_exporter_that_lies_is_refused(
 def test_a_wrong_canary_is_refused(destination: HostPool) -> None:
     impostor = HostPool(SOURCE, NUM_BLOCKS, BLOCK_BYTES)
     impostor.block(CANARY_BLOCK)[BLOCK_BYTES - 1] ^= 1
-    exporter = export_host_pool(SOURCE, impostor, impostor.generations.fd, ENGINE_KEY)
+    exporter = export_host_pool(SOURCE, impostor, impostor.generations.fd)
     with pytest.raises(HandoffFailed, match="canary"):
         ShmTransport(destination).connect(access(SOURCE))
     exporter.close()
@@ -438,7 +438,7 @@ def test_a_wrong_canary_is_refused(destination: HostPool) -> None:
 def test_generations_of_another_process_are_refused(
     source: HostPool, destination: HostPool
 ) -> None:
-    exporter = export_host_pool(SOURCE, source, destination.generations.fd, ENGINE_KEY)
+    exporter = export_host_pool(SOURCE, source, destination.generations.fd)
     with pytest.raises(HandoffFailed, match="generation page"):
         ShmTransport(destination).connect(access(SOURCE))
     exporter.close()

@@ -60,6 +60,7 @@ class Served:
     """A source, and the test's hooks: `sabotage` is called before blocks are read."""
 
     pool: HostPool
+    offered: ServedPool
     server: DataServer
     remote: RemotePool
     sabotage: list[object]
@@ -93,8 +94,9 @@ def served(block_bytes: int) -> Iterator[Served]:
     server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.BYTES: outlet})
     description = PoolDescription(SOURCE, block_bytes, pool.num_blocks, parts=PARTS)
     reader = GenerationsReader(pool.generations.fd, pool.num_blocks, SOURCE)
-    server.start(ServedPool(description, reader, ENGINE_KEY))
-    yield Served(pool, server, access(SOURCE, server.port, is_elsewhere=True), sabotage)
+    offered = ServedPool(description, reader, ENGINE_KEY)
+    server.start(offered)
+    yield Served(pool, offered, server, access(SOURCE, server.port, is_elsewhere=True), sabotage)
     server.close()
     wait_for_threads("newcomer")
     reader.close()
@@ -184,7 +186,7 @@ def test_descriptions_of_another_form_have_other_versions() -> None:
     described = PoolDescription(SOURCE, 64, 5, CudaMemory(bytes(16), bytes(64)), PARTS[:1])
     form = [[SOURCE, 64, 5, [bytes(16), bytes(64)], [[SOURCE, [0, 2], [0, 2], 1, ""]]]]
     found = (msgspec.msgpack.decode(described.pack()), pool_address.PURPOSE, wire.PURPOSE)
-    assert found == (*form, b"pool 7", b"kv data 8")
+    assert found == (*form, b"pool 7", b"kv data 9")
 
 
 def test_a_reallocated_block_is_stale(served: Served, destination: HostPool) -> None:
@@ -446,8 +448,7 @@ def test_with_certificates_only_a_puller_s_gets_through(
     wrap = tls_of(certificates, "prefill").source_wrap()
     outlet = partial(TcpOutlet, lambda cut: HostBlockBytes(served.pool, cut))
     server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.BYTES: outlet}, wrap)
-    assert served.server._pool is not None
-    server.start(served.server._pool)
+    server.start(served.offered)
     remote = replace(served.remote, port=server.port)
     transport = TcpTransport(
         lambda cut: HostBlockBytes(destination, cut),
@@ -481,8 +482,7 @@ def test_certificates_are_renewed_one_file_after_the_other(
     wrap = tls_of(live, "prefill").source_wrap()
     outlet = partial(TcpOutlet, lambda cut: HostBlockBytes(served.pool, cut))
     server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.BYTES: outlet}, wrap)
-    assert served.server._pool is not None
-    server.start(served.server._pool)
+    server.start(served.offered)
     remote = replace(served.remote, port=server.port)
     seen: list[bytes] = []
 

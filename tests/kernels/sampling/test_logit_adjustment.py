@@ -28,7 +28,7 @@ from baton.core.request.sampling_params import SAMPLING, SamplingParams
 from baton.engine.execution.constraints import TokenCounts, without
 from baton.engine.execution.constraints import mask_of as allowed_only
 from baton.kernels.sampling.logit_adjustment import adjust_logits, filter_scaled
-from baton.kernels.sampling.sample_spec import SampleSpec, needs_more_than_noise
+from baton.kernels.sampling.sample_spec import Counts, SampleSpec, needs_more_than_noise
 from baton.kernels.sampling.sampling import sample, token_logprobs
 from baton.kernels.sampling.top_logprobs import candidates, top_logprobs
 
@@ -41,10 +41,10 @@ def random_logits(seed: int, rows: int = 1) -> torch.Tensor:
     return torch.from_numpy(values)
 
 
-def counted(prompt: list[int], output: list[int]) -> TokenCounts:
+def counted(prompt: list[int], output: list[int]) -> Counts:
     counts = TokenCounts(prompt)
     counts.catch_up([*prompt, *output])
-    return counts
+    return counts.arrays()
 
 
 @settings(max_examples=50, deadline=None)
@@ -215,7 +215,8 @@ def test_counts_grow_with_the_sequence(prompt: list[int], parts: list[list[int]]
     for part in [[], *parts]:
         output += part
         counts.catch_up([*prompt, *output])
-        found = dict(zip(counts.token_ids.tolist(), counts.counts.tolist(), strict=True))
+        ids, numbers = (each.tolist() for each in counts.arrays())
+        found = dict(zip(ids, numbers, strict=True))
         assert found == dict.fromkeys(prompt, 0) | Counter(output)
 
 

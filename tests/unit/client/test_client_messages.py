@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
@@ -13,7 +14,7 @@ import pytest
 
 from baton.client import AsyncClient, Client, FinishReason
 from baton.client.client import Generation
-from baton.client.messages import Collector, GenerateParams, build_request
+from baton.client.messages import GenerateParams, build_request
 from baton.client.unary_calls import abort_call, detokenize_call, tokenize_call, translate
 from baton.core.errors import (
     BatonError,
@@ -26,8 +27,7 @@ from baton.core.errors import (
     Unavailable,
 )
 from baton.core.request.constraint import ConstraintKind
-from baton.core.request.parameters import Parameter
-from baton.core.request.sampling_params import OPTIONS, SAMPLING
+from baton.core.request.sampling_params import OPTIONS, SAMPLING, Parameter
 from baton.core.request.text_parameters import EARLY_STOPPING
 from baton.core.request.timeline import Event, Stamp
 from baton.proto.v1 import common_pb2, inference_pb2
@@ -182,18 +182,18 @@ def test_unknown_parameters_are_the_callers_bug() -> None:
 
 
 def test_a_collected_stream() -> None:
-    collector = Collector()
     first = inference_pb2.GenerateChunk(id="g", text="a", token_ids=[1], index=0)
-    chunk = collector.add(first)
-    assert (chunk.text, chunk.token_ids, chunk.index, chunk.finish_reason) == ("a", (1,), 0, None)
-    assert collector.result is None
     last = inference_pb2.GenerateChunk(id="g", text="bc", token_ids=[2, 3], index=1)
     last.finish_reason, last.matched_stop = common_pb2.FINISH_REASON_STOP, "END"
     last.result.prefill_node, last.result.seed = "p", 4
     last.result.timeline.add(event="finished", unix_ns=5, node="gateway")
-    assert collector.add(last).finish_reason is FinishReason.STOP
-    result = collector.result
-    assert result is not None
+    generation = Generation(iter((first, last)), 1, time.monotonic())
+    assert generation.id == ""
+    chunk = next(generation)
+    assert generation.id == "g"
+    assert (chunk.text, chunk.token_ids, chunk.index, chunk.finish_reason) == ("a", (1,), 0, None)
+    assert next(generation).finish_reason is FinishReason.STOP
+    result = generation.result
     assert (result.id, result.text, result.token_ids) == ("g", "abc", (1, 2, 3))
     assert (result.matched_stop, result.decode_node, result.transport) == ("END", None, None)
     assert result.timeline == (Stamp(Event.FINISHED, 5, "gateway"),)
@@ -201,9 +201,9 @@ def test_a_collected_stream() -> None:
 
 
 def test_a_torn_stream_is_noticed() -> None:
-    collector = Collector()
+    torn = Generation(iter([inference_pb2.GenerateChunk(token_ids=[1], index=1)]))
     with pytest.raises(BatonError, match="missing"):
-        collector.add(inference_pb2.GenerateChunk(token_ids=[1], index=1))
+        next(torn)
 
 
 class Failure:
@@ -283,7 +283,7 @@ def test_what_other_calls_cannot_say(call: Any, given: Any, param: str) -> None:
 
 def test_a_stream_that_ends_without_a_result_is_an_error() -> None:
     with pytest.raises(BatonError, match="without a result"):
-        _ = Generation(iter(()), Collector()).result
+        _ = Generation(iter(())).result
 
 
 class Left(Failure, grpc.RpcError):
@@ -302,12 +302,12 @@ class Left(Failure, grpc.RpcError):
 
 
 def test_what_came_whole_outlives_the_call() -> None:
-    generation = Generation(Left(), Collector(num_samples=2))
+    generation = Generation(Left(), 2)
     next(generation)
     next(generation)
     assert generation.result.text == "a"
     assert len(generation.results) == 2
-    generation = Generation(Left(), Collector(num_samples=3))
+    generation = Generation(Left(), 3)
     with pytest.raises(Cancelled):
         _ = generation.results
 

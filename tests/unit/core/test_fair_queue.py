@@ -136,11 +136,9 @@ class QueueMachine(RuleBasedStateMachine):
         assert len(self.queue) == len(self.model.items)
         if head is not None:
             assert next(iter(self.queue)) == head.name
-        waiting: Counter[int] = Counter()
         for item in self.model.items:
-            waiting[item.caller_id] += item.num_tokens
             assert self.queue.num_tokens(item.name) == item.num_tokens
-        assert self.queue.waiting_tokens() == waiting
+        assert self.queue.total_tokens == sum(item.num_tokens for item in self.model.items)
         for caller_id in range(5):
             expected = max(self.model.served[caller_id], self.model.floor)
             assert self.queue.served(caller_id) == expected
@@ -160,7 +158,7 @@ def test_callers_that_always_wait_are_served_alike(prompts: list[list[int]]) -> 
             queue.add((caller_id, index), caller_id, length)
     served = [0] * len(prompts)
     largest = max(map(max, prompts))
-    while all(queue.waiting_tokens().get(caller_id) for caller_id in range(len(prompts))):
+    while len({caller_id for caller_id, _ in queue}) == len(prompts):
         caller_id, index = queue.pop()
         served[caller_id] += prompts[caller_id][index]
         assert max(served) - min(served) <= 2 * largest
@@ -234,7 +232,7 @@ def test_what_comes_back_is_charged_once() -> None:
     queue.add("b", 2, 10)
     assert queue.pop() == "a"
     queue.add_first("a", 1, 12)
-    assert queue.waiting_tokens() == {1: 12, 2: 10}
+    assert queue.total_tokens == 22
     assert queue.pop() == "a" and queue.served(1) == 10
 
 
@@ -250,7 +248,7 @@ def test_it_remembers_no_caller_for_ever() -> None:
     for caller_id in range(5000):
         queue.add(caller_id, caller_id, 7)
         queue.pop()
-    assert len(queue._idle) <= 1024 and not queue._callers and not queue._owners
+    assert len(queue._idle) <= 1024 and not queue._callers and not queue._items
     queue.add(0, 5000, 7)
     for index in range(1, 300):
         queue.add(index, 5000, 7)

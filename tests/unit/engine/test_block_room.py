@@ -11,7 +11,7 @@ from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import root_hash
 from baton.engine.block_room import BlockRoom
 from baton.engine.kv.block_pool import BlockPool
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import Admission, OutputLengthEstimator
 from baton.engine.scheduling.queues import Queues
@@ -25,7 +25,7 @@ def new_sequence(num_tokens: int, max_tokens: int) -> Sequence:
 
 @pytest.fixture
 def pool() -> BlockPool:
-    return BlockPool(102, LocalGenerations(102))
+    return BlockPool(102, Generations(102))
 
 
 @pytest.fixture

@@ -31,10 +31,10 @@ from baton.core.engine_config import EngineConfig
 from baton.core.errors import PromptTooLarge
 from baton.core.request.request import Adapter, Request, TokenLogprobs
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.runner_protocols import Runner
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.lora.adapter_room import AdapterRoom
@@ -110,10 +110,10 @@ def write_tokenizer(folder: Path) -> None:
 
 def engine_over(runner: Runner, limits: EngineLimits, world: World, **fields: Any) -> Engine:
     return Engine(
-        make_parts(
+        EngineParts(
             runner,
             limits,
-            LocalGenerations(limits.num_blocks),
+            Generations(limits.num_blocks),
             fingerprint=FINGERPRINT,
             eos_token_ids=(EOS,),
             grammars=world.grammars,

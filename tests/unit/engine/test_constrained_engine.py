@@ -32,9 +32,9 @@ from baton.core.request.constraint import Constraint, ConstraintKind
 from baton.core.request.request import FinishReason, Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.local import LocalEngine
 from baton.engine.speculation.proposer import Context, Proposer
@@ -288,10 +288,10 @@ def run(
     runner = FakeRunner(num_blocks, 4, vocab_size=VOCAB_SIZE, runs_ahead=runs_ahead)
     limits = EngineLimits(num_blocks, 4, 256, max_num_batched_tokens=max_num_batched_tokens)
     engine = Engine(
-        make_parts(
+        EngineParts(
             runner,
             limits,
-            LocalGenerations(num_blocks),
+            Generations(num_blocks),
             fingerprint="toy",
             eos_token_ids=(EOS_ID,),
             grammars=grammars,
@@ -453,10 +453,10 @@ def test_what_cannot_be_compiled_is_refused_at_the_door(grammars: Grammars) -> N
 
 def test_an_engine_without_grammars_takes_none() -> None:
     engine = Engine(
-        make_parts(
+        EngineParts(
             FakeRunner(40, 4),
             EngineLimits(40, 4, 64),
-            LocalGenerations(40),
+            Generations(40),
             fingerprint="toy",
             eos_token_ids=(EOS_ID,),
         )

@@ -17,10 +17,10 @@ from fakes.speculation.drafting_runner import DraftingRunner
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
 from baton.engine.scheduling.outputs import StepOutput
@@ -53,10 +53,10 @@ def make_engine(
     )
     runner.draft_steps.on_execute = lambda batch: clock.advance(3e-4)
     return Engine(
-        make_parts(
+        EngineParts(
             runner,
             EngineLimits(num_blocks, BLOCK_SIZE, max_model_len=MAX_MODEL_LEN, **limits),
-            LocalGenerations(num_blocks),
+            Generations(num_blocks),
             fingerprint="fake",
             eos_token_ids={EOS},
             enable_prefix_caching=has_cache,

@@ -29,10 +29,10 @@ from baton.core.request.request import FinishReason, Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, Reservation
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
 from baton.engine.scheduling.outputs import Load, StepOutput
@@ -60,7 +60,7 @@ def new_engine(capacity: int = 60, *, optimistic: bool = False, **options: objec
         num_blocks, BLOCK_SIZE, **({"max_model_len": 200, "max_num_batched_tokens": 16} | options)
     )
     return Engine(
-        make_parts(
+        EngineParts(
             FakeRunner(
                 num_blocks,
                 BLOCK_SIZE,
@@ -70,7 +70,7 @@ def new_engine(capacity: int = 60, *, optimistic: bool = False, **options: objec
                 num_stages=limits.num_stages,
             ),
             limits,
-            LocalGenerations(num_blocks),
+            Generations(num_blocks),
             fingerprint=FINGERPRINT,
             eos_token_ids={EOS},
             enable_prefix_caching=is_caching,
@@ -604,7 +604,8 @@ def test_block_refs_name_blocks_generations_and_hashes() -> None:
         refs = engine.block_refs("r/0", 0, 4)
         assert len(refs) == 4
         assert refs.hashes == b"".join(hashes[:num_full])
-        assert refs.generations.tolist() == [1] * 4
+        drawn = map(engine.pool._generations.read, refs.block_ids.tolist())
+        assert refs.generations.tolist() == [*drawn]
     # The first token would fill the last block, but its KV is not computed.
     assert engine.block_refs("r/0", 3, 4).hashes == b""
     for index, block_id in enumerate(refs.block_ids[:3].tolist()):

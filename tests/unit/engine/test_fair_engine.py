@@ -17,9 +17,9 @@ from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.step_cost import StepShape
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SequenceSlice
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 
 STEP_S, TOKEN_S = 0.008, 45e-6
@@ -47,8 +47,8 @@ class Played:
     def __init__(self, *, runs_ahead: bool, chunk: int) -> None:
         self.device = PlayedDevice(runs_ahead)
         limits = EngineLimits(40_000, 16, 32_000, prefill_chunk_tokens=chunk)
-        self.engine = Engine(make_parts(
-            self.device, limits, LocalGenerations(40_000), fingerprint="m", eos_token_ids=(),
+        self.engine = Engine(EngineParts(
+            self.device, limits, Generations(40_000), fingerprint="m", eos_token_ids=(),
             enable_prefix_caching=False, clock=self.device,
         ))  # fmt: skip
         self.random = random.Random(7)

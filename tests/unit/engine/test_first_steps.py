@@ -12,10 +12,10 @@ from fakes.runner import FakeRunner
 
 from baton.core.step_cost import StepShape, pairs_of
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 
 BLOCK_SIZE = 16
@@ -69,8 +69,8 @@ def measured(
     num_blocks = options.pop("num_blocks", 8000)
     runner = TimedRunner(num_blocks, clock, seconds)
     limits = EngineLimits(num_blocks, BLOCK_SIZE, **({"max_model_len": 8192} | options))
-    generations = LocalGenerations(num_blocks)
-    engine = Engine(make_parts(
+    generations = Generations(num_blocks)
+    engine = Engine(EngineParts(
         runner, limits, generations, fingerprint="f", eos_token_ids=(), clock=clock
     ))  # fmt: skip
     return engine, runner, engine.measure_first_steps(budget_s)

@@ -21,10 +21,10 @@ from baton.core.engine_config import EngineConfig
 from baton.core.request.request import FinishReason, Request, TokenLogprobs
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.model.layers import Embedding
 from baton.engine.scheduling.outputs import PromptLogprobs, TokenOutput
@@ -69,10 +69,10 @@ def new_engine(models: Models, *, which: int = 0, **limits: int) -> Engine:
     """An engine over a runner's whole pool, or its first `num_blocks` blocks."""
     chosen = {"num_blocks": 80, "max_model_len": 512, "max_num_batched_tokens": 64} | limits
     return Engine(
-        make_parts(
+        EngineParts(
             models.runners[which],
             EngineLimits(block_size=BLOCK_SIZE, **chosen),
-            LocalGenerations(chosen["num_blocks"]),
+            Generations(chosen["num_blocks"]),
             fingerprint="test",
             eos_token_ids={EOS},
         )
@@ -425,10 +425,10 @@ def test_many_ask_at_once(models: Models) -> None:
 def fake_engine(seen: list[SequenceSlice], *, num_blocks: int = 40) -> Engine:
     """An engine that runs ahead; `seen` receives each slice launched."""
     return Engine(
-        make_parts(
+        EngineParts(
             FakeRunner(num_blocks, 4, runs_ahead=True, on_execute=seen.extend),
             EngineLimits(num_blocks, 4, max_model_len=100),
-            LocalGenerations(num_blocks),
+            Generations(num_blocks),
             fingerprint="fake",
             eos_token_ids=(),
         )

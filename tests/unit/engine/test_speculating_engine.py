@@ -15,9 +15,9 @@ from fakes.speculation.drafting_runner import DraftingRunner
 from baton.core.request.request import FinishReason, Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, Reservation
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
 from baton.engine.scheduling.outputs import StepOutput
@@ -63,10 +63,10 @@ class Scene:
             runner = FakeRunner(*sizes, **kind)  # type: ignore[arg-type]
             proposer = FakeProposer(self.oracle, rate=rate, max_drafts=most, seed=capacity)
         return Engine(
-            make_parts(
+            EngineParts(
                 runner,
                 EngineLimits(num_blocks, BLOCK_SIZE, max_model_len=MAX_MODEL_LEN, **limits),
-                LocalGenerations(num_blocks),
+                Generations(num_blocks),
                 fingerprint="fake",
                 eos_token_ids={EOS},
                 estimator=Optimist(),

@@ -11,8 +11,8 @@ from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.step_cost import StepShape
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.engine_parts import EngineParts
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 400
@@ -31,9 +31,9 @@ class Rig:
             max_num_batched_tokens=budget,
             num_stages=num_stages,
         )
-        generations = LocalGenerations(NUM_BLOCKS)
+        generations = Generations(NUM_BLOCKS)
         self.engine = Engine(
-            make_parts(self.runner, limits, generations, fingerprint="fake", eos_token_ids={7})
+            EngineParts(self.runner, limits, generations, fingerprint="fake", eos_token_ids={7})
         )
         self.tokens: dict[int, list[int]] = {}
 

@@ -17,9 +17,9 @@ from baton.core.errors import PromptTooLarge
 from baton.core.request.request import Adapter, Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.lora.adapter_room import AdapterRoom
@@ -46,10 +46,10 @@ def engine_of(capacity: int, *, runs_ahead: bool = False, **limits: int) -> Engi
     for digest in "ab":
         room.keep(HostAdapter(digest, torch.zeros(1, 1)))
     return Engine(
-        make_parts(
+        EngineParts(
             FakeRunner(num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, runs_ahead=runs_ahead),
             EngineLimits(num_blocks, BLOCK_SIZE, 200, **{"max_num_batched_tokens": 16} | limits),
-            LocalGenerations(num_blocks),
+            Generations(num_blocks),
             fingerprint="fake",
             eos_token_ids={7},
             clock=TickingClock(),

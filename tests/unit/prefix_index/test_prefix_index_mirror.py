@@ -67,14 +67,15 @@ class Channel:
 
     def read(self) -> None:
         """Read the pages as the follower does."""
-        if not self.mirror.wants(self.contents):
+        copy = self.mirror.copies[A]
+        if not copy.wants(self.contents):
             return
         hashes, in_host = set[BlockHash](), set[BlockHash]()
         for index in range(self.contents.num_pages):
             page = decode_page(self.pages[index], A, index)
             hashes.update(page.hashes)
             in_host.update(page.in_host)
-        self.mirror.install(self.contents, hashes, in_host)
+        copy.install(self.contents, hashes, in_host, self.clock.monotonic_s())
 
     def deliver(self, message: Message, *, is_read: bool = True) -> str | None:
         """Deliver a message as the follower does; without `is_read`, Redis does not reply."""
@@ -125,10 +126,10 @@ def test_an_exact_mirror_is_right_and_every_mirror_becomes_exact(
             message = channel.sent[index] if verb == "double" else channel.sent.pop(index)
             if verb != "lose":
                 channel.deliver(message, is_read=verb != "unread")
-        if (seq := channel.mirror._copies[A].seq) is not None and not channel.was_ahead:
+        if (seq := channel.mirror.copies[A].seq) is not None and not channel.was_ahead:
             assert channel.mirrored() == channel.cache_at[seq]
     channel.settle()
-    assert channel.mirror._copies[A].seq == channel.journal.seq
+    assert channel.mirror.copies[A].seq == channel.journal.seq
     assert channel.mirrored() == channel.cache
 
 
@@ -145,8 +146,8 @@ def test_a_gap_is_noticed_and_closed_by_the_pages() -> None:
     channel.clock.advance(READ_S)
     assert channel.deliver(Head(A, 2)) == A
     assert channel.mirrored() == {h(1), h(2)}
-    assert channel.mirror._copies[A].seq == 2
-    assert not channel.mirror.wants(channel.contents), "whoever is exact reads nothing"
+    assert channel.mirror.copies[A].seq == 2
+    assert not channel.mirror.copies[A].wants(channel.contents), "whoever is exact reads nothing"
 
 
 def test_engines_that_are_new_are_to_be_read() -> None:
@@ -170,7 +171,7 @@ def test_an_absurd_number_costs_one_look() -> None:
 def test_the_unknown_are_dropped_and_the_gone_forgotten() -> None:
     channel = Channel()
     channel.deliver(Delta(B, 1, (), (h(1),)))
-    channel.mirror.install(Contents(B, 1, 1, 1, 0, 0), {h(1)}, set())
+    assert B not in channel.mirror.copies
     assert not channel.mirror.holds_any([A, B], [h(1)])
     channel.deliver(Delta(A, 1, (), (h(1),)))
     channel.mirror.remove(A)
@@ -183,17 +184,17 @@ def test_nobody_has_more_blocks_than_its_pool() -> None:
     many = tuple(h(i) for i in range(NUM_HASHES + 1))
     assert channel.deliver(Delta(A, 1, (), many)) == A
     assert channel.mirrored() == set()
-    channel.mirror._copies[A].seq = None
-    assert not channel.mirror.wants(Contents(A, 9, 1, 4, NUM_HASHES - 3, 0))
-    channel.mirror.install(Contents(A, 9, 1, 1, 0, 0), set(many), set())
-    assert channel.mirror._copies[A].seq is None
+    channel.mirror.copies[A].seq = None
+    assert not channel.mirror.copies[A].wants(Contents(A, 9, 1, 4, NUM_HASHES - 3, 0))
+    channel.mirror.copies[A].install(Contents(A, 9, 1, 1, 0, 0), set(many), set(), 0.0)
+    assert channel.mirror.copies[A].seq is None
 
 
 def test_contents_of_more_pages_than_an_engine_can_fill_are_lies() -> None:
     mirror = PrefixMirror(FakeClock())
     mirror.add(A, 2 * PAGE_BLOCKS)
-    assert mirror.wants(Contents(A, 1, 3, 10, 0, 0))
-    assert not mirror.wants(Contents(A, 1, 4_000_000, 10, 0, 0))
+    assert mirror.copies[A].wants(Contents(A, 1, 3, 10, 0, 0))
+    assert not mirror.copies[A].wants(Contents(A, 1, 4_000_000, 10, 0, 0))
 
 
 def test_an_engine_that_is_not_heard_of_counts_as_empty_until_it_is() -> None:
@@ -319,8 +320,8 @@ def test_the_mirror_knows_what_is_in_host_memory_alone() -> None:
     contents = journal.contents(0)
     publish(stored=chain[2:3], removed=chain[3:])
     assert found() == (3, None)
-    mirror._copies[A].seq = None
-    mirror.install(contents, set(pages[0].hashes), set(pages[0].in_host))
+    mirror.copies[A].seq = None
+    mirror.copies[A].install(contents, set(pages[0].hashes), set(pages[0].in_host), 0.0)
     assert found() == (4, 2)
     publish(in_host=[h(n) for n in range(100, 120)])
     assert found()[0] == 0, "more than there can be: lies"

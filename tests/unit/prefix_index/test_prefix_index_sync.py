@@ -90,7 +90,7 @@ async def test_a_mirror_follows_through_losses_and_wipes() -> None:
         mirror.remove(A)
         mirror.add(A, 20)  # a gateway that starts late
         await until(lambda: mirrors(mirror, {2, 3, 4}))
-        assert mirror._copies[A].seq == journal.seq
+        assert mirror.copies[A].seq == journal.seq
 
 
 async def test_changes_are_told_in_batches_and_idle_engines_are_heard_of() -> None:
@@ -142,7 +142,7 @@ async def test_redis_that_comes_back_with_older_data_is_written_anew(*, is_broke
         late = PrefixMirror(Clock())
         late.add(A, 20)
         async with following(late, link):
-            await until(lambda: all(m._copies[A].seq == journal.seq for m in (mirror, late)))
+            await until(lambda: all(m.copies[A].seq == journal.seq for m in (mirror, late)))
             assert mirrors(mirror, {2, 3}) and mirrors(late, {2, 3})
 
 
@@ -180,7 +180,7 @@ async def test_where_redis_is_full_deltas_go_on() -> None:
         for number in range(1, 5):
             journal.record([h(number - 1)], [h(number)])
             await until(lambda number=number: mirrors(mirror, {number}))  # type: ignore[misc]
-        assert mirror._copies[A].seq == journal.seq, "a gap could not be closed"
+        assert mirror.copies[A].seq == journal.seq, "a gap could not be closed"
         link.is_full = False
         await until(lambda: not journal.stored.changed)
         late = PrefixMirror(Clock())
@@ -197,9 +197,9 @@ async def test_pages_are_there_before_a_delta_that_counts_them() -> None:
     class Watched(FakeIndexLink):
         async def publish(self, messages: Sequence[bytes]) -> None:
             mirror.add(A, 100)
-            mirror._copies[A].seq = None
+            mirror.copies[A].seq = None
             await Follower(self, mirror)._read(A)
-            seen.append(mirror._copies[A].seq == journal.seq and mirrors(mirror, {*range(10)}))
+            seen.append(mirror.copies[A].seq == journal.seq and mirrors(mirror, {*range(10)}))
             await super().publish(messages)
 
     link = Watched()
@@ -226,7 +226,7 @@ async def test_pages_that_are_gone_or_others_are_not_installed(junk: str) -> Non
     await follower.take(encode(Head(A, 5)))
     assert mirrors(mirror, set())
     link.keys[A, 0] = page
-    mirror._copies[A].may_read_s = 0.0
+    mirror.copies[A].may_read_s = 0.0
     await follower.take(encode(Head(A, 5)))
     assert mirrors(mirror, {1})
     assert link.num_reads == 2

@@ -22,10 +22,10 @@ from baton.core.request.request import FinishReason, Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import block_hashes, root_hash
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SampledToken
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
 from baton.engine.scheduling.outputs import FinishedBeam
@@ -50,7 +50,7 @@ def new_engine(capacity: int = 200, *, optimistic: bool = False, **options: obje
         num_blocks, BLOCK_SIZE, **({"max_model_len": 100, "max_num_batched_tokens": 16} | options)
     )
     return Engine(
-        make_parts(
+        EngineParts(
             FakeRunner(
                 num_blocks,
                 BLOCK_SIZE,
@@ -59,7 +59,7 @@ def new_engine(capacity: int = 200, *, optimistic: bool = False, **options: obje
                 num_stages=limits.num_stages,
             ),
             limits,
-            LocalGenerations(num_blocks),
+            Generations(num_blocks),
             fingerprint="fake",
             eos_token_ids={EOS},
             enable_prefix_caching=is_caching,
@@ -353,7 +353,7 @@ def handed_over(source: Engine, puller: Engine, request: Request) -> None:
     for theirs, ours in zip(refs.block_ids, reservation.block_ids[slice(*blocks)], strict=True):
         runner_of(puller).write_block(ours, runner_of(source).read_block(int(theirs)))
     source.abort(request.key)
-    puller.start_beams(reservation, first)
+    puller.beams.start(reservation, first)
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])

@@ -13,7 +13,7 @@ from fakes.clock import FakeClock
 
 from baton.core.request.token_ids import BlockHash, Tier, block_hashes, root_hash
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, Fence
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.lent_prefixes import BorrowedPrefix, LentPrefixes
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.prefix_index.journal import CacheJournal
@@ -29,7 +29,7 @@ class Pool:
     """`content`: for each block the hash whose KV it holds, or None if overwritten by another."""
 
     def __init__(self) -> None:
-        self.generations = LocalGenerations(NUM_RESERVED_BLOCKS + CAPACITY)
+        self.generations = Generations(NUM_RESERVED_BLOCKS + CAPACITY)
         self.pool = BlockPool(NUM_RESERVED_BLOCKS + CAPACITY, self.generations)
         self.cache = PrefixCache(self.pool)
         self.lent = LentPrefixes(self.pool, self.cache, lambda: 1 << 30)

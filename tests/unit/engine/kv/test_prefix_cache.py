@@ -13,7 +13,7 @@ from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import BlockHash, Tier, block_hashes, root_hash
 from baton.engine.kv.block_pool import BlockPool
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.scheduling import sequence
 from baton.engine.scheduling.block_tables import BlockTables
@@ -54,7 +54,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.observer = SetObserver()
-        self.pool = BlockPool(NUM_BLOCKS, LocalGenerations(NUM_BLOCKS))
+        self.pool = BlockPool(NUM_BLOCKS, Generations(NUM_BLOCKS))
         self.cache = PrefixCache(self.pool, observer=self.observer)
         self.block_of: dict[Prefix, int] = {}  # the oracle's cache
         self.ages: list[Prefix] = []  # unreferenced blocks, the oldest first
@@ -121,7 +121,7 @@ test_cache_machine = CacheMachine.TestCase
 
 
 def new_cache(*, is_enabled: bool = True) -> tuple[BlockPool, PrefixCache]:
-    pool = BlockPool(NUM_BLOCKS, LocalGenerations(NUM_BLOCKS))
+    pool = BlockPool(NUM_BLOCKS, Generations(NUM_BLOCKS))
     return pool, PrefixCache(pool, is_enabled=is_enabled)
 
 
@@ -164,7 +164,7 @@ def test_long_prompt_is_matched_and_hashed_as_far_as_it_is_cached(
 ) -> None:
     num_blocks = 150
     prompt = tuple(range(num_blocks * BLOCK_SIZE))
-    pool = BlockPool(num_blocks + 2, LocalGenerations(num_blocks + 2))
+    pool = BlockPool(num_blocks + 2, Generations(num_blocks + 2))
     cache = PrefixCache(pool)
     tables = BlockTables(pool, cache, BLOCK_SIZE)
     block_ids = pool.allocate(num_cached) or []

@@ -17,8 +17,8 @@ from baton.core.errors import Overloaded, Unavailable
 from baton.core.request.request import Adapter, Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.engine_parts import EngineParts
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.lora.adapter_files import HostAdapter
 from baton.engine.lora.adapter_room import AdapterRoom
@@ -218,10 +218,10 @@ def engine_with(room: AdapterRoom[Sequence], *digests: str) -> Engine:
     for digest in digests:
         room.keep(host(digest))
     return Engine(
-        make_parts(
+        EngineParts(
             FakeRunner(32, 4),
             EngineLimits(32, 4, max_model_len=64),
-            LocalGenerations(32),
+            Generations(32),
             fingerprint="fake",
             eos_token_ids=(),
             adapters=room,

@@ -23,8 +23,8 @@ from baton.engine.model.communicator import Communicator
 from baton.engine.parallel import rank_group, rank_processes
 from baton.engine.parallel.parallel_runner import ParallelRunner
 from baton.engine.parallel.pipeline_runner import ResultSender
-from baton.engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
-from baton.engine.parallel.rank_group import RankGroup, RankProgress, report_failure
+from baton.engine.parallel.rank_channel import COUNTS, MessageKind, RankChannel, RankMessage
+from baton.engine.parallel.rank_group import RankGroup, report_failure
 from baton.engine.parallel.rank_processes import Ranks, start_ranks
 
 TIMEOUT_S = 0.2
@@ -52,8 +52,8 @@ class World:
         assert [bytes(message.payload) for message in messages] == [b"one", b"two"]
         return messages
 
-    def connecting(self) -> RankProgress:
-        """Let both ranks load and connect; returns their progress."""
+    def connecting(self) -> None:
+        """Let both ranks load and connect."""
         messages = self.configured()
         for rank, message, handle in zip(self.ranks, messages, HANDLES, strict=True):
             rank.send(MessageKind.ANSWER, handle, order=message.order)
@@ -62,16 +62,16 @@ class World:
             message = rank.receive()
             assert message is not None and message.kind is MessageKind.CONNECT
             assert msgspec.msgpack.decode(message.payload) == [b"rank 0's", *HANDLES]
-        os.close(messages[1].fds[0])
-        return RankProgress(messages[0].fds[0], 2)
 
-    def serving(self) -> RankProgress:
-        """Let both ranks serve; returns their progress."""
-        progress = self.connecting()
+    def serving(self) -> None:
+        """Let both ranks serve."""
+        self.connecting()
         for number in (1, 2):
-            progress.add(number)
-            progress.add(number)
-        return progress
+            self.taken(number, 2)
+
+    def taken(self, number: int, count: int) -> None:
+        """Rank `number` reports that it has handled `count` messages."""
+        self.ranks[number - 1].send(MessageKind.TAKEN, COUNTS.pack(count, 0))
 
     def close(self) -> None:
         self.followers.close()
@@ -168,6 +168,8 @@ def test_a_step_whose_device_waits_for_a_lost_rank_is_not_waited_for(world: Worl
     """A step fails once a rank is lost: on a GPU, an all-reduce without it never completes."""
 
     class Runner:
+        runs_ahead = True
+
         def launch(self, batch: object) -> Runner:
             return self
 
@@ -190,7 +192,7 @@ def test_nobody_waits_for_answers_of_ranks_that_have_been_let_go() -> None:
 
     def ask() -> None:
         try:
-            world.followers.order_and_wait(MessageKind.READ_ADAPTER, [b"", b""])
+            world.followers.order_and_wait(MessageKind.ADAPTER, [b"", b""])
         except BatonError as error:
             told.put(error)
 
@@ -264,20 +266,19 @@ def test_no_rank_is_left_behind_by_a_start_that_fails(
 def test_a_rank_that_takes_nothing_is_lost_and_one_with_nothing_to_take_is_not(
     world: World,
 ) -> None:
-    progress = world.serving()
+    world.serving()
     time.sleep(2 * TIMEOUT_S)
-    for _ in range(4):
+    for count in range(3, 7):
         world.followers.send(MessageKind.STEP, b"step")
         time.sleep(TIMEOUT_S / 2)
-        progress.add(1)
-        progress.add(2)
+        world.taken(1, count)
+        world.taken(2, count)
     assert world.lost.empty()
     world.followers.send(MessageKind.STEP, b"step")
-    progress.add(1)
+    world.taken(1, 7)
     found = world.lost.get(timeout=5)
     assert isinstance(found, EngineFailed)
     assert found.message.startswith("rank 2 has not answered")
-    progress.close()
 
 
 @pytest.mark.parametrize("is_serving", [True, False])
@@ -288,16 +289,17 @@ def test_the_time_that_rank_0_stands_still_is_nobody_s(
     world, frozen_s = World(60.0, 60.0), 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + frozen_s)
     monkeypatch.setattr(rank_group, "time", clock)
-    progress = world.serving() if is_serving else world.connecting()
     if is_serving:
+        world.serving()
         world.followers.send(MessageKind.STEP, b"step")
+    else:
+        world.connecting()
     for seconds in (0.0, 1000.0):
         frozen_s = seconds
         for line in (b"one", b"two"):  # rank 0 has checked the ranks by the second line
             world.ranks[0].send(MessageKind.LINE, line)
             world.lines.get(timeout=5)
     assert world.lost.empty()
-    progress.close()
     world.close()
 
 
@@ -306,36 +308,31 @@ def test_a_rank_may_load_for_as_long_as_it_comes_further(world: World) -> None:
     one, two = world.ranks
     messages = world.configured()
     one.send(MessageKind.ANSWER, order=messages[0].order)
-    for _ in range(6):
+    for number in range(6):
         time.sleep(START_TIMEOUT_S / 3)
-        two.send(MessageKind.LOADING)
+        two.send(MessageKind.TAKEN, COUNTS.pack(0, 1000 + number))
     assert world.lost.empty()
     check_hung(world, rank=2)
-    for message in messages:
-        os.close(message.fds[0])
 
 
 def test_to_say_that_it_lives_is_not_to_come_further(world: World) -> None:
     """Liveness is not progress of a start: a rank on another host reports it from its first moment
     on, whatever it waits for."""
-    messages, until_s = world.configured(), time.monotonic() + 5 * START_TIMEOUT_S
+    world.configured()
+    until_s = time.monotonic() + 5 * START_TIMEOUT_S
     while world.lost.empty() and time.monotonic() < until_s:
         for rank in world.ranks:
             with suppress(OSError):  # the rank is lost already
-                rank.send(MessageKind.TAKEN, bytes(8))
+                rank.send(MessageKind.TAKEN, COUNTS.pack(0, 1000))
         time.sleep(START_TIMEOUT_S / 20)
     assert not world.lost.empty(), "they may go on for ever"
     check_hung(world, rank=1)
-    for message in messages:
-        os.close(message.fds[0])
 
 
 def test_a_rank_that_does_not_come_to_serve_is_lost(world: World) -> None:
-    progress = world.connecting()
-    progress.add(2)
-    progress.add(2)
+    world.connecting()
+    world.taken(2, 2)
     check_hung(world, rank=1)
-    progress.close()
 
 
 def check_hung(world: World, *, rank: int) -> None:

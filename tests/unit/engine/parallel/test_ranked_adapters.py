@@ -64,16 +64,9 @@ class World:
             thread.start()
 
     def _follow(self, number: int) -> None:
-        orders = self.orders[number]
-        handlers = {
-            MessageKind.READ_ADAPTER: orders.read,
-            MessageKind.KEEP_ADAPTER: orders.keep,
-            MessageKind.FORGET_ADAPTER: orders.forget,
-            MessageKind.LOAD_ADAPTER: orders.load,
-            MessageKind.DROP_ADAPTER: orders.drop,
-        }
         while (message := self._channels[number].receive()) is not None:
-            handlers[message.kind](message)
+            assert message.kind is MessageKind.ADAPTER
+            self.orders[number].run(message)
 
     def read(self, path: str) -> HostAdapter:
         """Read an adapter on all ranks, within 5 s."""

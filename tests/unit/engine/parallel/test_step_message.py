@@ -36,7 +36,7 @@ params = st.builds(
         if isinstance(one.default, float)
     },
 )
-counts = st.lists(st.integers(0, 500), max_size=20).map(TokenCounts)
+counts = st.lists(st.integers(0, 500), max_size=20).map(lambda ids: TokenCounts(ids).arrays())
 specs = st.builds(
     SampleSpec,
     st.just(SamplingParams(temperature=0.0)) | params,
@@ -107,7 +107,7 @@ def test_columns_arrive_as_columns(decodes: DecodeColumns, others: list[Sequence
 def test_the_counts_may_change_once_they_are_encoded() -> None:
     seen = TokenCounts([1, 2, 2])
     params = SamplingParams(frequency_penalty=0.5)
-    spec = SampleSpec(params, 1, counts=seen)
+    spec = SampleSpec(params, 1, counts=seen.arrays())
     message = encode([SequenceSlice([3], 7, [2], spec)])
     seen.catch_up([1, 2, 2, 9, 9])
     (piece,) = decode(memoryview(message))

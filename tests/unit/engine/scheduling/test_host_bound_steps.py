@@ -19,9 +19,9 @@ from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.step_cost import StepCost, StepShape, pairs_of
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SequenceSlice
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 
 COST = StepCost(0.007, (*(4e-6,) * 7, *(20e-6,) * 3), 0.0, 1e-7)
@@ -56,8 +56,8 @@ def engine_on(device: Device) -> Engine:
     limits = EngineLimits(
         60_000, 16, 4096, 256, graph_rows=GRAPH_ROWS, graph_prompt_tokens=GRAPH_TOKENS
     )
-    return Engine(make_parts(
-        device, limits, LocalGenerations(60_000), fingerprint="m", eos_token_ids=(),
+    return Engine(EngineParts(
+        device, limits, Generations(60_000), fingerprint="m", eos_token_ids=(),
         enable_prefix_caching=False, clock=device,
     ))  # fmt: skip
 

@@ -191,7 +191,7 @@ def test_one_caller_s_service_is_what_was_computed_for_it() -> None:
     bench.prefill_step()
     bench.scheduler.add(bench.new(28, first_id=0, caller_id=1))
     served = bench.scheduler.queues.waiting.served(1)
-    assert bench.scheduler.queues.waiting.waiting_tokens() == {1: 4}, "24 are in the cache"
+    assert bench.scheduler.queues.waiting.total_tokens == 4, "24 are in the cache"
     bench.step()
     assert bench.scheduler.queues.waiting.served(1) == served + 4
 

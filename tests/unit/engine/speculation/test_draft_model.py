@@ -22,9 +22,9 @@ from baton.core.errors import StartupFailed
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.local import LocalEngine
 from baton.engine.speculation.draft_model import DraftModelProposer
 from baton.engine.speculation.proposer import Context
@@ -56,10 +56,10 @@ def engine_of(local: LocalEngine) -> tuple[Engine, Recorder]:
     recorder = Recorder(local.runner, 4)
     recorder.found = []
     engine = Engine(
-        make_parts(
+        EngineParts(
             local.runner,
             local.engine.limits,
-            LocalGenerations(160),
+            Generations(160),
             fingerprint="test",
             eos_token_ids=(),
             proposer=recorder,
@@ -236,10 +236,10 @@ def test_a_draft_model_with_fewer_kv_heads_computes_what_it_does_alone(tmp_path:
     assert alone.kv.layout.num_kv_heads == 1 and drafting.kv.layout.num_kv_heads == 4
     proposer = DraftModelProposer(drafting, 4)
     engine = Engine(
-        make_parts(
+        EngineParts(
             drafting,
             LocalEngine(config(str(tmp_path / "draft"), None), alone).engine.limits,
-            LocalGenerations(160),
+            Generations(160),
             fingerprint="test",
             eos_token_ids=(),
             proposer=proposer,

@@ -119,17 +119,12 @@ class _Queues:
         self.running = [_sequence(str(index)) for index in range(batch)]
         self.waiting: list[Sequence] = []
         self.has_prefills = False
-        self.shape = StepShape(num_decodes=batch, keys=1000 * batch)
-
-    def decodes(self) -> StepShape:
-        return self.shape
 
 
 def _sequence(name: str) -> Sequence:
     request = Request(name, 0, (1,), SamplingParams(max_tokens=10**9))
     sequence = Sequence(request, 0, False, b"", state=SequenceState.RUNNING)
-    sequence.num_computed_tokens = sequence.num_launched_tokens = 1
-    sequence.num_prefill_tokens = 1
+    sequence.num_computed_tokens = sequence.num_launched_tokens = 999
     return sequence
 
 
@@ -169,7 +164,7 @@ def played_speed(
             if one.draft_token_ids:
                 right = SampledToken(1, 0.0)
                 sampled = right._replace(at_drafts=(right,) * len(one.draft_token_ids))
-                num_tokens += len(speculator.accepted_tokens(one, sampled)) - 1
+                num_tokens += len([*speculator.accepted_tokens(one, sampled)]) - 1
             one.num_awaited_tokens, one.num_launched_tokens = 0, 1
         speculator.passed(shape, step_s, has_drafts=has_drafts)
         passed_s += took_s + step_s

@@ -20,8 +20,8 @@ from baton.core.request.constraint import Constraint, ConstraintKind
 from baton.core.request.request import Request, token_key
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.engine_parts import EngineParts
+from baton.engine.kv.generations import Generations
 from baton.engine.local import LocalEngine
 from baton.engine.scheduling.outputs import TokenOutput
 from baton.engine.speculation.draft_model import DraftModelProposer
@@ -56,10 +56,10 @@ class Demo:
         runner = self.local.runner
         vocab_size, eos = runner.model_config.vocab_size, runner.eos_token_ids
         engine = Engine(
-            make_parts(
+            EngineParts(
                 runner,
                 self.local.engine.limits,
-                LocalGenerations(200),
+                Generations(200),
                 fingerprint="test",
                 eos_token_ids=eos,
                 grammars=Grammars(DEMO, vocab_size, eos),

@@ -27,6 +27,7 @@ from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.request.engine_link import Avoid, Demand
 from baton.prefix_index.mirror import PrefixMirror
+from baton.proto.v1 import node_pb2
 
 PREFILL, DECODE, SPARE = "aa" * 16, "dd" * 16, "ee" * 16
 ONE, TWO = "1" * 32, "2" * 32
@@ -46,7 +47,7 @@ class World:
         member = Member(name, role, f"node {name[:2]}", "h:1", "base", "fp", 200, 4, 100)
         load = ReportedLoad(0, 0, 0, 100, 50, False, frozenset({PREFILL}))
         self.links[name] = link = FakeLink(name)
-        engine = LinkedEngine(member, link, load, max_loras=max_loras)
+        engine = LinkedEngine(member, link, load, node_pb2.Welcome(max_loras=max_loras))
         self.table.add(engine)
         return engine
 

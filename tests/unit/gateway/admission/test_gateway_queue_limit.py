@@ -139,7 +139,7 @@ def test_a_prefix_that_another_engine_has_counts_where_it_is_fetched_from() -> N
     for name in ("p", "q"):
         cluster.dispatch(name, f"second at {name}", 1500 if name == "p" else 9000)
     assert cluster.wait_s(500, q=496) == pytest.approx(2.0)
-    cluster.table.engines["p"].block_bytes = 16_000
+    cluster.table.engines["p"].welcome.block_bytes = 16_000
     load = cluster.table.engines["p"].load
     cluster.table.engines["p"].load = replace(load, link_gbytes_per_s={"q": 1.0})
     prefixes = {"q": CachedPrefix(496, lendable_tokens=496)}

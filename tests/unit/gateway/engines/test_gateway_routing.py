@@ -31,7 +31,7 @@ from baton.gateway.request.engine_link import (
     MustWait,
     Route,
 )
-from baton.gateway.validation.validation import ModelLimits
+from baton.gateway.validation.served_model import ModelLimits
 from baton.prefix_index.mirror import PrefixMirror
 
 

@@ -28,6 +28,7 @@ from baton.gateway.http.dashboard.snapshot import EngineRoster
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.prefix_sources import Fetch
+from baton.proto.v1 import node_pb2
 
 COST = StepCost(0.005, (1e-5,) * 10, max_rows=8192)
 LOAD = ReportedLoad(0, 0, 0, 1 << 16, 1 << 16, False, frozenset(), step_cost=COST)
@@ -35,8 +36,8 @@ LOAD = ReportedLoad(0, 0, 0, 1 << 16, 1 << 16, False, frozenset(), step_cost=COS
 
 def linked(role: Role, **load: Any) -> LinkedEngine:
     member = Member("e", role, "e", "h:1", "demo", "fp", 1 << 20, 16, 1 << 20)
-    fields: Any = {"clock": FakeClock(), "max_num_seqs": 64, "block_bytes": 2048}
-    return LinkedEngine(member, FakeLink("e"), replaced(**load), **fields)
+    welcome = node_pb2.Welcome(max_num_seqs=64, block_bytes=2048)
+    return LinkedEngine(member, FakeLink("e"), replaced(**load), welcome, FakeClock())
 
 
 def replaced(**fields: Any) -> ReportedLoad:

@@ -28,6 +28,7 @@ from baton.prefix_index.prefix_sources import (
     Fetch,
     Holders,
 )
+from baton.proto.v1 import node_pb2
 
 P, Q, D = "aa" * 16, "bb" * 16, "dd" * 16
 TOKEN_BYTES = 1e6
@@ -62,8 +63,6 @@ def test_nothing_is_fetched_that_is_here_or_unreachable() -> None:
     rates = {P: {D: 10.0}}
     assert fetch({D: 160, P: 160}, rates, own=160) is None
     assert fetch({P: 160}, rates) is None, "from itself"
-    no_links = Holders.of({D: 160}, {}, unmeasured=None)
-    assert no_links.best_fetch(P, 0, TOKEN_BYTES) is None, "no link was ever measured"
     most = fetch({D: 320, Q: 160}, rates)
     assert most is not None and most.source == D
 
@@ -97,7 +96,8 @@ class World:
                 rates = {P: gbytes_per_s, Q: gbytes_per_s}
                 load = replace(LOAD, links=frozenset(rates), link_gbytes_per_s=rates)
             link = self.links[name] = FakeLink(name)
-            self.table.add(LinkedEngine(member, link, load, FakeClock(), block_bytes=block_bytes))
+            welcome = node_pb2.Welcome(block_bytes=block_bytes)
+            self.table.add(LinkedEngine(member, link, load, welcome, FakeClock()))
 
     def route(
         self, cached: dict[str, int], num_tokens: int = 4001, *, can_lend: bool = True

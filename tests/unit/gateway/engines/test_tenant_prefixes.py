@@ -12,9 +12,9 @@ from baton.core.membership import Member, Role
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.engine_parts import make_parts
+from baton.engine.engine_parts import EngineParts
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
-from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
@@ -38,10 +38,10 @@ def salt(tenant: str, asked: str = "", tenancy: Tenancy = TENANCY) -> str:
 
 def new_engine() -> Engine:
     return Engine(
-        make_parts(
+        EngineParts(
             FakeRunner(NUM_BLOCKS, BLOCK_SIZE, vocab_size=50),
             EngineLimits(NUM_BLOCKS, BLOCK_SIZE, max_model_len=200, max_num_batched_tokens=64),
-            LocalGenerations(NUM_BLOCKS),
+            Generations(NUM_BLOCKS),
             fingerprint="fp",
             eos_token_ids={0},
         )

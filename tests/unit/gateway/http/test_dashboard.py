@@ -124,10 +124,11 @@ def test_what_an_engine_has_cached_and_where_hits_came_from(cluster: Cluster) ->
 
     cluster.join("a", "1", load=counted(1000, 500, 100, 5))
     engine = cluster.table.engines["1" * 32]
-    engine.block_bytes = 1 << 20
+    engine.welcome.block_bytes = 1 << 20
     hashes = [BlockHash(bytes([n]) * 16) for n in range(7)]
     contents = Contents("1" * 32, 1, 1, 5, 2, 0)
-    cluster.table.mirror.install(contents, set(hashes), set(hashes[5:]))
+    copy = cluster.table.mirror.copies[contents.incarnation]
+    copy.install(contents, set(hashes), set(hashes[5:]), cluster.clock.monotonic_s())
     cluster.tick()
     engine.load = counted(1900, 900, 200, 10)  # blocks of 16
     cluster.tick()

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,21 +15,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidRequest
-from baton.gateway.http.chat.chat import FIELDS as CHAT
+from baton.core.request.json_fields import FieldKind
+from baton.gateway.http.chat import chat
 from baton.gateway.http.chat.tools import check_schema, chosen
-from baton.gateway.http.generate.completions import FIELDS as COMPLETIONS
+from baton.gateway.http.generate import completions
 from baton.gateway.http.generate.request_fields import (
     INTERNAL,
     UNSUPPORTED,
+    Body,
+    Unsupported,
     generate_request,
-    read_fields,
     require,
 )
 from baton.gateway.http.generate.structured import constraint_of
 from baton.gateway.http.protocol.body import parse_object
 from baton.gateway.http.turns import message_input, response_input
-from baton.gateway.http.turns.message_input import FIELDS as MESSAGES
-from baton.gateway.http.turns.response_input import FIELDS as RESPONSES
+
+CHAT, COMPLETIONS = chat.BODY.fields, completions.BODY.fields
+MESSAGES, RESPONSES = message_input.BODY.fields, response_input.BODY.fields
+
+
+def read_fields(
+    body: Mapping[str, Any],
+    known: Mapping[str, FieldKind],
+    unsupported: Mapping[str, Unsupported] = UNSUPPORTED,
+) -> dict[str, Any]:
+    """Of a body in which no field is required."""
+    return Body(known, (), unsupported).read_fields(body)
 
 
 def refusal(call: Any, *arguments: Any) -> tuple[str, str | None]:
@@ -472,8 +485,8 @@ def test_values_reach_the_wire() -> None:
 ENDPOINTS = {
     "chat": (CHAT, UNSUPPORTED),
     "completions": (COMPLETIONS, UNSUPPORTED),
-    "responses": (RESPONSES, response_input.NOT_SUPPORTED),
-    "messages": (MESSAGES, message_input.NOT_SUPPORTED),
+    "responses": (RESPONSES, response_input.BODY.unsupported),
+    "messages": (MESSAGES, message_input.BODY.unsupported),
 }
 
 

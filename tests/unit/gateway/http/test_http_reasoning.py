@@ -16,7 +16,7 @@ from patience import SOON_S
 from tokenizers import AddedToken, Tokenizer
 
 from baton.core.errors import InvalidRequest
-from baton.gateway.http.chat.chat import FIELDS
+from baton.gateway.http.chat.chat import BODY
 from baton.gateway.http.chat.chat_template import ChatTemplate
 from baton.gateway.http.chat.reasoning import (
     FORMATS,
@@ -30,7 +30,7 @@ from baton.gateway.http.chat.reasoning import (
 )
 from baton.gateway.http.chat.tool_formats import HERMES
 from baton.gateway.http.chat.tools import TOOLS, ToolChoice, call_grammar, strict_grammar
-from baton.gateway.http.generate.request_fields import read_fields
+from baton.gateway.http.generate.request_fields import Body
 from baton.gateway.http.generate.structured import constraint_of, lark_of
 
 DEMO = Path(__file__).resolve().parents[4] / "models" / "demo" / "tokenizer.json"
@@ -157,7 +157,7 @@ LEVELS = "{{ reasoning_effort | default('medium') }}{{ range(2) | list }}{{ bos_
 def test_choices_become_the_templates_variables(
     tmp_path: Path, text: str, body: dict[str, Any], variables: dict[str, Any]
 ) -> None:
-    found = read_fields(body, FIELDS)
+    found = Body(BODY.fields).read_fields(body)
     assert template_variables(found, template(tmp_path, text), THINK) == variables
 
 
@@ -178,7 +178,7 @@ def test_what_cannot_be_followed_is_refused(
     tmp_path: Path, text: str, body: dict[str, Any], reasoning: ReasoningFormat | None
 ) -> None:
     with pytest.raises(InvalidRequest) as error:
-        template_variables(read_fields(body, FIELDS), template(tmp_path, text), reasoning)
+        template_variables(Body(BODY.fields).read_fields(body), template(tmp_path, text), reasoning)
     (name,) = body
     assert (error.value.code, error.value.param) == ("unsupported_parameter", name)
 
@@ -234,7 +234,7 @@ WAYS: list[tuple[dict[str, Any], str, str]] = [
 def test_the_mask_begins_behind_the_reasoning(
     vocabulary: Tokenizer, body: dict[str, Any], good: str, bad: str
 ) -> None:
-    fields, name = constraint_of(read_fields(body, FIELDS))
+    fields, name = constraint_of(Body(BODY.fields).read_fields(body))
     ids = vocabulary.token_to_id("<think>"), vocabulary.token_to_id("</think>")
     grammar = ReasoningGrammar(*ids, (0,))
     for start, begin in ((OPEN, ""), (UNDECIDED, "<think>\n"), (UNDECIDED, "<think>")):

@@ -17,10 +17,11 @@ from baton.core.request.constraint import Constraint, ConstraintKind
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import ReportedLoad
-from baton.gateway.http.chat.chat import FIELDS
+from baton.gateway.http.chat.chat import BODY
+from baton.gateway.http.chat.tool_call_parsers import DeltaKind
 from baton.gateway.http.chat.tool_formats import FORMATS, HERMES, ToolFormat
 from baton.gateway.http.chat.tools import TOOLS, ToolChoice, call_grammar
-from baton.gateway.http.generate.request_fields import read_fields
+from baton.gateway.http.generate.request_fields import Body
 from baton.gateway.http.generate.structured import constraint_of, lark_of
 from baton.gateway.validation.constraints import ConstraintCheck
 from baton.gateway.validation.validation import check_sampling
@@ -41,7 +42,7 @@ def grammar_of(tools: Any, choice: ToolChoice, tool_format: ToolFormat = HERMES)
 
 def read(body: dict[str, Any]) -> tuple[Constraint | None, str | None]:
     """The validated request, and the field name that errors use."""
-    fields, name = constraint_of(read_fields(body, FIELDS))
+    fields, name = constraint_of(Body(BODY.fields).read_fields(body))
     constraint = check_sampling(common_pb2.SamplingParams(**fields), 100).constraint
     return constraint, None if constraint is None else name
 
@@ -187,9 +188,9 @@ def test_a_forced_call_is_one_of_the_tools_with_arguments_of_its_schema(
     deltas = (
         parser.feed(tool_format.opening(function, is_constrained=True) + rest) + parser.finish()
     )
-    called = [delta.name for delta in deltas if getattr(delta, "name", None)]
+    called = [delta.name for delta in deltas if delta.name is not None]
     assert called == [function or rest.partition('"')[0]]
-    arguments = "".join(getattr(delta, "arguments", "") for delta in deltas)
+    arguments = "".join(delta.text for delta in deltas if delta.kind is DeltaKind.CALL)
     assert isinstance(json.loads(arguments), dict)
 
 
@@ -314,8 +315,8 @@ def test_forced_calls_of_formats_with_tags(grammars: Grammars, name: str) -> Non
         opening = tool_format.opening(function, is_constrained=True)
         parser = tool_format.parser([])
         deltas = parser.feed(opening + rest) + parser.finish()
-        assert [delta.name for delta in deltas if getattr(delta, "name", None)] == ["now"]
-        arguments = "".join(getattr(delta, "arguments", "") for delta in deltas)
+        assert [delta.name for delta in deltas if delta.name is not None] == ["now"]
+        arguments = "".join(delta.text for delta in deltas if delta.kind is DeltaKind.CALL)
         assert json.loads(arguments) == {"zone": "UTC"}
         with pytest.raises(InvalidRequest):
             accept(grammar.follow(), [*(head + '{"zone": "CET"}').encode()])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import SOON_S
 
-from baton.gateway.http.chat.tool_call_parsers import Content
+from baton.gateway.http.chat.tool_call_parsers import DeltaKind
 from baton.gateway.http.chat.tool_formats import (
     FORMATS,
     HERMES,
@@ -41,14 +41,14 @@ def parsed(tool_format: ToolFormat, pieces: list[str]) -> Received:
     parser, found = tool_format.parser(TOOLS), Received()
     deltas = [delta for piece in pieces for delta in parser.feed(piece)]
     for delta in deltas + parser.finish():
-        if isinstance(delta, Content):
+        if delta.kind is DeltaKind.TEXT:
             found.content += delta.text
         elif delta.name is not None:
-            assert delta.index == len(found.calls)
-            found.calls.append([delta.name, delta.arguments])
+            assert delta.call == len(found.calls)
+            found.calls.append([delta.name, delta.text])
         else:
-            assert delta.index == len(found.calls) - 1
-            found.calls[-1][1] += delta.arguments
+            assert delta.call == len(found.calls) - 1
+            found.calls[-1][1] += delta.text
     return found
 
 

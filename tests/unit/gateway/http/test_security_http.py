@@ -52,9 +52,9 @@ class Door:
 
     def __init__(self) -> None:
         self.turned: list[str] = []
-        self.door = self  # Parts.door
+        self.door = self.feed = self  # Parts.door, FrontDoor.feed
 
-    def count_refusal(self, caller: Caller, error: BatonError) -> None:
+    def call_refused(self, caller: Caller, error: BatonError) -> None:
         self.turned.append(f"{caller.front} {error.code}")
 
 
@@ -242,7 +242,7 @@ async def test_a_tenant_over_its_limit_has_no_chat_rendered() -> None:
     caller = Caller("acme", SCOPES, limits=Limits(requests_per_minute=1))
     tenancy = Tenancy(FakeClock(), b"k")
     app = web.Application()
-    door = SimpleNamespace(check_limits=tenancy.check, constraint_refusal=None)
+    door = SimpleNamespace(tenancy=tenancy, constraint_refusal=None)
     app[APP_STATE] = cast(Any, SimpleNamespace(door=door))
     app[CHAT_MODEL] = ChatModel(Template(), None, Entropy())  # type: ignore[arg-type]
     request = make_mocked_request("POST", "/v1/chat/completions", app=app)

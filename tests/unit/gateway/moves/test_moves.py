@@ -27,6 +27,7 @@ from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.moves import mover
 from baton.gateway.moves.choice import BROKEN, KEPT, EngineSteps, Running, choose_moves
 from baton.gateway.moves.mover import RequestMover, movable_by_engine
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Blocked, EngineOutput
 from baton.gateway.request.session import Session
 from baton.gateway.request.session_table import SessionTable
@@ -34,6 +35,7 @@ from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.prefix_index.mirror import PrefixMirror
+from baton.proto.v1 import node_pb2
 
 COST = StepCost(0.005, (0.0,) * 10, 0.0, 1e-8, max_rows=8192)  # 5 ms, and 10 ms per million keys
 PROMISE_S = 0.015
@@ -124,9 +126,8 @@ class World:
 
     def _add(self, member: Member, link: FakeLink) -> LinkedEngine:
         load = ReportedLoad(0, 0, 0, 0, 0, False, frozenset())
-        engine = LinkedEngine(
-            member, link, load, clock=self.clock, max_num_seqs=64, block_bytes=2048
-        )
+        welcome = node_pb2.Welcome(max_num_seqs=64, block_bytes=2048)
+        engine = LinkedEngine(member, link, load, welcome, self.clock)
         self.table.add(engine)
         return engine
 
@@ -140,14 +141,9 @@ class World:
         params = SamplingParams(**{"max_tokens": 500, **sampling})  # type: ignore[arg-type]
         request = ValidatedRequest(column((1,) * 1000), params, "label")
         return Session(
-            request_id,
-            request,
-            TextStream(Letters().step, ()),
-            FakeSink(),
-            arrived_unix_ns=0,
+            Answer(request_id, request, TextStream(Letters().step, ()), FakeSink(), self.clock, 0),
             deadline_s=1e3,
             router=PromptRouter(self.table, request),
-            clock=self.clock,
             entropy=FakeEntropy(),
             limits=SessionLimits(max_queue_s=max_queue_s),
         )
@@ -250,7 +246,7 @@ async def test_what_some_engine_does_not_serve_stays() -> None:
     world.mover.look()
     assert not world.links[target].dispatched
     for engine in world.table.engines.values():
-        engine.max_loras = 1
+        engine.welcome.max_loras = 1
     member = world.table.engines[target].member
     world.table.engines[target].member = replace(member, max_model_len=1499)
     world.mover.look()
@@ -278,7 +274,7 @@ async def test_a_prompt_leaves_decodes_that_leave_it_no_room() -> None:
     assert work is Work.PREFILL and request.attempt == 1 and source.cancelled == [0]
     works = [work for link in (source, other) for _, work, *_ in link.dispatched]
     assert works == [Work.LOCAL, Work.DECODE]
-    assert world.table.plans.moves == {"planned_again": 1} and session.was_dispatched
+    assert world.table.plans.moves == {"planned_again": 1} and session.last_attempt is not None
     world.clock.advance(10.0)
     world.mover.look()
     assert len(prefill.dispatched) == 1, "once"
@@ -384,7 +380,7 @@ async def test_a_prompt_stays_where_nobody_else_serves_it() -> None:
         (session,) = world.running
         prefill = world.add_prefill_engine()
         for name, engine in world.table.engines.items():
-            engine.max_loras = int(name != "p")
+            engine.welcome.max_loras = int(name != "p")
             engine.receive_heartbeat(replace(engine.load, links=links))
         if has_adapter:
             session.request = replace(session.request, adapter=Adapter("lora", "digest", "/x"))

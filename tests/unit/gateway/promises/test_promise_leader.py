@@ -19,6 +19,7 @@ from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.promises.promise_decider import PromiseDecider
 from baton.gateway.promises.promise_leader import PERIOD_S, PromiseLeader
 from baton.prefix_index.mirror import PrefixMirror
+from baton.proto.v1 import node_pb2
 from baton.proto.v1.node_pb2 import Counters
 
 COST = StepCost(0.012, (*(0.0,) * 6, 7.2e-6, *(20.6e-6,) * 3), 9e-10, 3.2e-8, max_rows=8192)
@@ -66,7 +67,8 @@ class World:
         self.links[name] = FakeLink(name)
         load = ReportedLoad(0, 0, 0, 1 << 15, 1 << 14, False, frozenset(), step_tokens=8192)
         load = replace(load, tbt_target_s=own_target_s or None, step_cost=COST)
-        self.table.add(LinkedEngine(member, self.links[name], load, own_target_s=own_target_s))
+        welcome = node_pb2.Welcome(tbt_target_s=own_target_s)
+        self.table.add(LinkedEngine(member, self.links[name], load, welcome))
 
     def play(self, seconds: float, mix: tuple[float, float, float]) -> None:
         """Run for that long under this load, shared by the engines; the leader polls all the

@@ -19,6 +19,7 @@ from baton.core.membership import Role
 from baton.core.request.request import FinishReason
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.step_cost import StepShape
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import Blocked, Demand, EngineOutput, MustWait, Route
 from baton.gateway.request.session import Session
@@ -139,14 +140,9 @@ class Rig:
             bytes(num_tokens), SamplingParams(max_tokens=3), name, caller_id=caller_id
         )
         self.sessions[name] = Session(
-            name,
-            request,
-            TextStream(Letters().step, ()),
-            self.sinks[name],
-            arrived_unix_ns=0,
+            Answer(name, request, TextStream(Letters().step, ()), self.sinks[name], self.clock, 0),
             deadline_s=60.0,
             router=self.router,
-            clock=self.clock,
             entropy=FakeEntropy(),
             limits=self.limits,
             siblings=siblings or (),

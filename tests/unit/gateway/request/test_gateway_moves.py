@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from baton.core.errors import EngineFailed, PromiseRefused
 from baton.core.request.request import FinishReason, TokenLogprobs
 from baton.core.request.sampling_params import SamplingParams
+from baton.gateway.moves.mover import begin_move, movable_from
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import EngineOutput, Route
 from baton.gateway.request.move import (
     CATCH_UP_S,
     LIMIT_S,
     MOST_BEHIND,
     MOVE_EVERY_S,
-    begin_move,
-    movable_from,
 )
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits, engine_lost
@@ -45,14 +45,16 @@ class Rig:
         self.max_tokens = max_tokens
         params = SamplingParams(max_tokens=max_tokens, seed=9, **sampling)
         self.session = Session(
-            "r",
-            ValidatedRequest(PROMPT, params, "label"),
-            TextStream(Letters().step, params.stop),
-            self.sink,
-            arrived_unix_ns=self.clock.unix_ns(),
+            Answer(
+                "r",
+                ValidatedRequest(PROMPT, params, "label"),
+                TextStream(Letters().step, params.stop),
+                self.sink,
+                self.clock,
+                self.clock.unix_ns(),
+            ),
             deadline_s=60.0,
             router=self.router,
-            clock=self.clock,
             entropy=FakeEntropy(),
             limits=SessionLimits(max_attempts=3, settle_s=0.0),
         )

@@ -14,6 +14,7 @@ from fakes.gateway.step_outputs import give
 from baton.core.errors import BatonError, Cancelled, EngineFailed, NodeLost, Unavailable
 from baton.core.request.request import FinishReason, TokenLogprobs
 from baton.core.request.sampling_params import RequestOptions, SamplingParams
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Demand, EngineOutput
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.request.prompt_scores import PromptScores
@@ -47,15 +48,11 @@ class Rig:
     def _session(self, index: int, siblings: Any = ()) -> Session:
         request = ValidatedRequest(PROMPT, self.params, "label", RequestOptions(n=3))
         return Session(
-            f"r{index}",
-            request,
-            TextStream(Letters().step, ()),
-            self,
-            arrived_unix_ns=0,
-            sample_index=index,
+            Answer(
+                f"r{index}", request, TextStream(Letters().step, ()), self, self.clock, 0, index
+            ),
             deadline_s=60.0,
             router=self.router,
-            clock=self.clock,
             entropy=FakeEntropy(),
             limits=SessionLimits(settle_s=0.0),
             siblings=siblings,
@@ -241,8 +238,8 @@ def test_prompt_scores_have_no_gap() -> None:
 
 def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
     text = TextStream(Letters().step, ["ab"], min_tokens=3)
-    assert text.feed(tuple(map(ord, "ababa"))).text == "abab"
-    assert text.feed(tuple(map(ord, "b"))).matched_stop == "ab"
+    assert text.feed(tuple(map(ord, "ababa")))[0] == "abab"
+    assert text.feed(tuple(map(ord, "b")))[2] == "ab"
 
 
 async def test_the_queue_keeps_samples_apart() -> None:

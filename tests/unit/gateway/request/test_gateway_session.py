@@ -29,6 +29,7 @@ from baton.core.errors import (
 from baton.core.request.request import FinishReason
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.timeline import TERMINAL, Event, Stamp
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Blocked, EngineOutput, TransferSummary
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits, engine_lost, unfinished_run
@@ -56,14 +57,16 @@ class Rig:
         )
         sampling = SamplingParams(max_tokens=max_tokens, seed=9, stop=stop)
         self.session = Session(
-            "r",
-            ValidatedRequest(PROMPT, sampling, "label"),
-            TextStream(Letters().step, stop),
-            self.sink,
-            arrived_unix_ns=self.clock.unix_ns(),
+            Answer(
+                "r",
+                ValidatedRequest(PROMPT, sampling, "label"),
+                TextStream(Letters().step, stop),
+                self.sink,
+                self.clock,
+                self.clock.unix_ns(),
+            ),
             deadline_s=60.0,
             router=self.router,
-            clock=self.clock,
             entropy=FakeEntropy(),
             limits=limits,
         )
@@ -139,9 +142,9 @@ def test_a_suspect_whose_first_token_waits_is_past_the_prefill() -> None:
     rig = holding()
     rig.lose("p1", has_died=True)
     rig.session.try_dispatch()
-    assert rig.session.is_suspect
+    assert rig.session.setbacks and rig.session.setbacks.is_suspect
     rig.send("p2", 0, "a", attempt=1)
-    assert not rig.session.is_suspect
+    assert not rig.session.setbacks.is_suspect
     rig.lose("d1", has_died=True)
     rig.session.try_dispatch()
     rig.send("p2", 0, "a", attempt=2)

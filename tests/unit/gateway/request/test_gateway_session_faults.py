@@ -23,6 +23,7 @@ from baton.core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
 from baton.core.request.request import FinishReason, Request, Ticket
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.timeline import TERMINAL
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import EngineOutput, TransferSummary
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits, engine_lost
@@ -106,14 +107,16 @@ class SessionMachine(RuleBasedStateMachine):
             self.add(self.router.decode)
         sampling = SamplingParams(max_tokens=max_tokens, stop=stop)
         self.session = Session(
-            "r",
-            ValidatedRequest((1, 2), sampling, ""),
-            TextStream(Letters().step, stop),
-            self.sink,
-            arrived_unix_ns=0,
+            Answer(
+                "r",
+                ValidatedRequest((1, 2), sampling, ""),
+                TextStream(Letters().step, stop),
+                self.sink,
+                self.clock,
+                0,
+            ),
             deadline_s=DEADLINE_S,
             router=self.router,
-            clock=self.clock,
             entropy=FakeEntropy(),
             limits=SessionLimits(max_attempts=4),
         )

@@ -14,6 +14,7 @@ from baton.core.errors import BatonError, Cancelled, Overloaded
 from baton.core.ports import Clock
 from baton.core.request.request import FinishReason
 from baton.core.request.sampling_params import SamplingParams
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import EngineOutput
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.request.session import Session
@@ -140,14 +141,16 @@ def session(
     clock = Clock()
     prefill, decode = map(FakeLink, engines)
     return Session(
-        name,
-        ValidatedRequest((1,), SamplingParams(max_tokens=max_tokens), "label"),
-        text,
-        sink,
-        arrived_unix_ns=0,
+        Answer(
+            name,
+            ValidatedRequest((1,), SamplingParams(max_tokens=max_tokens), "label"),
+            text,
+            sink,
+            clock,
+            0,
+        ),
         deadline_s=clock.monotonic_s() + deadline_s,
         router=FakeRouter([prefill], [decode]),
-        clock=clock,
         entropy=FakeEntropy(),
         limits=SessionLimits(),
     )
@@ -226,11 +229,11 @@ async def test_abort_by_id_and_label() -> None:
 
 async def test_admission_is_bounded() -> None:
     table = SessionTable(Clock(), 1)
-    await table.wait_idle()
+    await table.is_idle.wait()
     table.admit()
     with pytest.raises(Overloaded):
         table.admit()
-    waiting = asyncio.create_task(table.wait_idle())
+    waiting = asyncio.create_task(table.is_idle.wait())
     await asyncio.sleep(0)
     assert not waiting.done()
     table.leave()

@@ -15,6 +15,7 @@ from fakes.gateway.step_outputs import give
 from baton.core.errors import EngineFailed, HandoffFailed, NodeLost, TrialRefused, Unavailable
 from baton.core.request.request import FinishReason
 from baton.core.request.sampling_params import SamplingParams
+from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits, engine_lost
@@ -122,14 +123,16 @@ class Cluster:
         self.sinks[request_id] = FakeSink()
         suspects = self.others if is_others else self.suspects
         session = self.sessions[request_id] = Session(
-            request_id,
-            ValidatedRequest((1, 2, 3), SamplingParams(max_tokens=MAX_TOKENS), ""),
-            TextStream(Letters().step, ()),
-            self.sinks[request_id],
-            arrived_unix_ns=0,
+            Answer(
+                request_id,
+                ValidatedRequest((1, 2, 3), SamplingParams(max_tokens=MAX_TOKENS), ""),
+                TextStream(Letters().step, ()),
+                self.sinks[request_id],
+                self.clock,
+                0,
+            ),
             deadline_s=60.0,
             router=SimpleNamespace(choose=partial(self.choose, suspects=suspects)),
-            clock=self.clock,
             entropy=FakeEntropy(),
             limits=SessionLimits(recovery_wait_s=10.0),
             suspects=suspects,

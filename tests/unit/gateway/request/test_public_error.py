@@ -9,7 +9,7 @@ import pytest
 
 from baton.core import errors
 from baton.core.errors import BatonError, InvalidRequest, public_error
-from baton.gateway.grpc.service import errors_as_status
+from baton.gateway.grpc.service import with_typed_errors
 
 INSIDE = "File /srv/baton/secret.py at 10.0.0.7:4711: cudaErrorIllegalAddress"
 # Raised with messages of our own only, or about the request.
@@ -57,8 +57,11 @@ class _Context:
      (InvalidRequest("n is wrong"), "n is wrong")],
 )  # fmt: skip
 async def test_a_bug_in_a_call_is_an_internal_error(error: Exception, details: str) -> None:
+    async def failing(request: Any, context: Any) -> None:
+        raise error
+
     context = _Context()
+    handler = with_typed_errors(grpc.unary_unary_rpc_method_handler(failing))
     with pytest.raises(_Aborted):
-        async with errors_as_status(context):  # type: ignore[arg-type]
-            raise error
+        await handler.unary_unary(object(), context)
     assert context.details == details

@@ -18,7 +18,7 @@ from tokenizers import decoders
 from tokenizers.decoders import DecodeStream
 
 from baton.core.errors import StartupFailed
-from baton.gateway.text.stop_strings import StopMatcher
+from baton.gateway.text.stop_strings import StopSearch
 from baton.gateway.text.text_stream import TextStream, WholeTexts
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tokenizer_file import load_tokenizer
@@ -40,23 +40,23 @@ def cut_at_first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 @given(st.lists(letters, max_size=8), stops)
 def test_stop_strings_however_the_text_is_cut(pieces: list[str], stops: list[str]) -> None:
-    matcher = StopMatcher(stops)
+    search = StopSearch(stops)
     text, stop = cut_at_first_stop("".join(pieces), stops)
     shown = ""
     for piece in pieces:
-        more, matched = matcher.feed(piece)
+        more, _, matched = search.feed([piece])
         shown += more
         assert text.startswith(shown), "never a piece of a stop string"
         if matched is not None:
             assert (shown, matched) == (text, stop)
             return
-    assert (shown + matcher.flush(), None) == (text, stop)
+    assert (shown + search.flush(), None) == (text, stop)
 
 
 @given(letters, st.text("abc", min_size=1, max_size=5))
 def test_no_more_is_held_back_than_could_begin_a_stop_string(text: str, stop: str) -> None:
-    matcher = StopMatcher([stop])
-    shown, matched = matcher.feed(text)
+    search = StopSearch([stop])
+    shown, _, matched = search.feed([text])
     if matched is None:
         assert stop.startswith(text[len(shown) :])
 
@@ -67,12 +67,12 @@ def test_tokens_behind_a_stop_string_do_not_count(text: str, stops: list[str], s
     ids = list(map(ord, text))
     shown, num_tokens = "", 0
     for start in range(0, len(ids), step):
-        piece = stream.feed(ids[start : start + step])
-        shown += piece.text
-        num_tokens += piece.num_tokens
-        if piece.matched_stop is not None:
-            assert (shown, piece.matched_stop) == cut_at_first_stop(text, stops)
-            assert num_tokens == len(shown) + len(piece.matched_stop)
+        more, num_more, stop = stream.feed(ids[start : start + step])
+        shown += more
+        num_tokens += num_more
+        if stop is not None:
+            assert (shown, stop) == cut_at_first_stop(text, stops)
+            assert num_tokens == len(shown) + len(stop)
             return
     assert (shown + stream.flush(), None) == cut_at_first_stop(text, stops)
 
@@ -82,10 +82,10 @@ def test_tokens_behind_a_stop_string_do_not_count(text: str, stops: list[str], s
 def test_the_token_of_a_stop_id_is_not_shown(stops: tuple[str, ...], includes: bool) -> None:
     stream = TextStream(Letters().step, stops, includes_stop=includes, stop_ids=[ord("c")])
     pieces = [stream.feed([ord("a"), ord("b")]), stream.feed([ord("c")])]
-    assert sum(piece.num_tokens for piece in pieces) == 3
+    assert sum(num_tokens for _, num_tokens, _ in pieces) == 3
     matched = "bc" if includes and "bc" in stops else None  # text that is not shown is not searched
-    assert pieces[-1].matched_stop == matched
-    text = "".join(piece.text for piece in pieces) + stream.flush()
+    assert pieces[-1][2] == matched
+    text = "".join(text for text, _, _ in pieces) + stream.flush()
     assert text == ("abc" if includes else "ab")
 
 

@@ -18,10 +18,8 @@ from baton.core.errors import (
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import column, pack
 from baton.gateway.grpc.unary_methods import check_names
-from baton.gateway.validation.validation import (
-    ModelLimits,
-    ValidatedRequest,
-)
+from baton.gateway.validation.served_model import ModelLimits
+from baton.gateway.validation.validation import ValidatedRequest
 from baton.proto.v1 import common_pb2, inference_pb2
 
 LIMITS = ModelLimits("demo", vocab_size=100, max_model_len=50)

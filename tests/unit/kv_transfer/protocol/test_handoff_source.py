@@ -31,7 +31,6 @@ from baton.core.errors import (
 from baton.engine.kv.block_pool import BlockRefs
 from baton.kv_transfer.protocol.events import (
     Chunk,
-    ClosePeer,
     Offered,
     PeerLinked,
     PeerLost,
@@ -50,6 +49,7 @@ from baton.kv_transfer.protocol.messages import (
     Hello,
     Manifest,
     Message,
+    Refused,
     Release,
     Renew,
     Revoked,
@@ -116,7 +116,7 @@ def world() -> World:
     return World()
 
 
-def sent(effects: list[SourceEffect]) -> list[Message]:
+def sent(effects: list[SourceEffect]) -> list[Message | Refused]:
     return [effect.message for effect in effects if isinstance(effect, Send)]
 
 
@@ -138,7 +138,7 @@ def test_says_what_it_is_to_a_puller_that_fits_and_to_no_other() -> None:
     assert source.handle(theirs) == [], "once a link"
     source.handle(PeerLinked(PULLER))
     (refusal,) = source.handle(PeerMessage(PULLER, Hello(PULLER, {"block_size": "8"})))
-    assert isinstance(refusal, ClosePeer)
+    assert isinstance(refusal, Send) and isinstance(refusal.message, Refused)
 
 
 def test_each_puller_gets_a_key_of_its_own_and_none_the_engine_s() -> None:
@@ -370,7 +370,7 @@ def test_refuses_a_pair_and_says_why(theirs: Message, error: type[BatonError], n
     source.handle(Offered(ticket(1), "key", DEADLINE_S))
     source.handle(PeerLinked(PULLER))
     effects = source.handle(PeerMessage(PULLER, theirs))
-    closed = only(effects, ClosePeer)
+    closed = only(sent(effects), Refused)
     assert type(closed.error) is error
     assert named in closed.error.message
     assert released(effects) is error
@@ -385,7 +385,7 @@ def test_refuses_a_pair_and_says_why(theirs: Message, error: type[BatonError], n
 def test_closes_a_puller_that_speaks_out_of_turn(world: World, message: Message) -> None:
     world.hold()
     effects = world.hear(message)
-    only(effects, ClosePeer)
+    only(sent(effects), Refused)
     assert released(effects) is not None
     world.assert_over()
 

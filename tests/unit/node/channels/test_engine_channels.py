@@ -17,7 +17,7 @@ import pytest
 from baton.core.channels.channel import Channel
 from baton.core.channels.frames import MAX_FRAME_BYTES, FrameBuffer, encode_payload
 from baton.core.errors import BatonError, EngineFailed, HandoffFailed, InvalidRequest, NodeLost
-from baton.kv_transfer.protocol.messages import Attach, Message, decode, encode
+from baton.kv_transfer.protocol.messages import Attach, Message, Refused, decode, encode
 from baton.node.channels.engine_channels import EngineChannels
 from baton.node.channels.inbox import Inbox
 from baton.node.channels.links import Kind, Link, LinkOver, Received
@@ -235,7 +235,7 @@ def test_what_is_for_somebody_else_goes_nowhere(engine: Engine) -> None:
         engine.channels.to_gateway(name, step(0))
     for name in ("g", "x"):
         engine.channels.to_peer(Kind.PULLER, name, attach())
-        engine.channels.end_peer(Kind.PULLER, name, HandoffFailed("no"))
+        engine.channels.to_peer(Kind.PULLER, name, Refused(HandoffFailed("no")))
     engine.turn()
     assert not gateway.hear() and not peer.hear() and not engine.ended
 
@@ -336,7 +336,7 @@ def test_a_peer_that_is_refused_is_told_why_behind_the_rest(engine: Engine) -> N
     link, far = engine.link(Kind.PULLER, "p")
     engine.turn()
     engine.channels.to_peer(Kind.PULLER, "p", attach())
-    engine.channels.end_peer(Kind.PULLER, "p", HandoffFailed("dtype: 'a' here, 'b' there"))
+    engine.channels.to_peer(Kind.PULLER, "p", Refused(HandoffFailed("dtype: 'a' here, 'b' there")))
     engine.turn()
     said, refused = far.hear()
     assert said == attach() and refused.error.message == "dtype: 'a' here, 'b' there"
@@ -347,7 +347,7 @@ def test_a_peer_that_is_refused_is_told_why_behind_the_rest(engine: Engine) -> N
 def test_the_end_of_a_peer_does_not_end_its_next_link(engine: Engine) -> None:
     engine.link(Kind.PULLER, "p")
     engine.turn()
-    engine.channels.end_peer(Kind.PULLER, "p", HandoffFailed("of another make"))
+    engine.channels.to_peer(Kind.PULLER, "p", Refused(HandoffFailed("of another make")))
     newer, far = engine.link(Kind.PULLER, "p")
     engine.channels.add(newer)
     items = engine.inbox.receive(0)

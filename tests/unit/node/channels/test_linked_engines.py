@@ -13,6 +13,7 @@ from fakes.runner import expected_tokens
 from baton.core.channels.frames import encode_payload
 from baton.core.errors import HandoffFailed
 from baton.core.request.request import Request
+from baton.kv_transfer.protocol.messages import Refused
 from baton.node.channels.links import Kind
 
 NUM_MOMENTS = 24  # turns that a hand-off of `request(1, 19)` takes, with some to spare
@@ -123,7 +124,7 @@ def test_garbage_ends_the_link_and_not_the_engine(world: NodeWorld, name: str) -
 
 def test_what_was_refused_on_an_older_channel_does_not_end_the_newer(world: NodeWorld) -> None:
     """A refusal queued for a channel is not sent on the newer one that replaces it."""
-    world.decode.channels.end_peer(Kind.SOURCE, SOURCE, HandoffFailed("of another make"))
+    world.decode.channels.to_peer(Kind.SOURCE, SOURCE, Refused(HandoffFailed("of another make")))
     world.link()
     world.settle()
     assert world.is_linked and peers(world.decode) == [SOURCE]
@@ -137,7 +138,7 @@ def test_a_refused_peer_hears_why_and_ends_its_side(
     caplog.set_level("INFO")
     node: Node = getattr(world, name)
     kind, peer = (Kind.PULLER, PULLER) if node is world.prefill else (Kind.SOURCE, SOURCE)
-    node.channels.end_peer(kind, peer, HandoffFailed("dtype: 'a' here, 'b' there"))
+    node.channels.to_peer(kind, peer, Refused(HandoffFailed("dtype: 'a' here, 'b' there")))
     world.settle()
     assert not peers(world.prefill) and not peers(world.decode)
     ended = [r.getMessage() for r in caplog.records if "ended" in r.getMessage()]

@@ -64,7 +64,7 @@ def from_peer(one: Request, node: Node, num_blocks: int = NUM_BLOCKS) -> Request
 
 
 def counts(node: Node) -> node_pb2.Counters:
-    return node.peers.fetches.counts
+    return node.peers.prefixes.counts
 
 
 def heard(node: Node, one: Request) -> Received:
