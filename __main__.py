@@ -18,22 +18,18 @@ _STDOUT = 1  # the descriptor
 
 
 def main() -> int:
-    """Console script `baton`."""
     return _call(".cli.main", "main")
 
 
 def launch_gateway() -> int:
-    """Console script `launch_gateway`."""
     return _call(".cli.launch", "gateway")
 
 
 def launch_prefill() -> int:
-    """Console script `launch_prefill`."""
     return _call(".cli.launch", "prefill")
 
 
 def launch_decode() -> int:
-    """Console script `launch_decode`."""
     return _call(".cli.launch", "decode")
 
 

@@ -8,7 +8,7 @@ import time
 
 from ..core.engine_config import EngineConfig
 from ..core.errors import InvalidRequest
-from ..core.ports import SystemEntropy
+from ..core.ports import Entropy
 from ..core.process.event_loop import interruptible
 from ..core.request.request import Request
 from ..core.request.sampling_params import SAMPLING, SamplingParams
@@ -44,7 +44,7 @@ async def run(
             if (largest := max(token_ids, default=0)) >= vocab_size:
                 message = f"it has token {largest}; the vocabulary has {vocab_size} ids"
                 raise InvalidRequest(message, "prompt", "invalid_token_id")
-            request = Request(SystemEntropy().new_id(), 0, token_ids, sampling)
+            request = Request(Entropy().new_id(), 0, token_ids, sampling)
             limits.check(request)
             requests[number] = request
         except InvalidRequest as error:

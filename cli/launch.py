@@ -21,16 +21,23 @@ _NODE = (EngineConfig, NodeConfig, ClusterConfig)
 
 
 def run_reporting(start: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Run a process's main coroutine; a BatonError becomes one or two lines and exit code 1.
+    """`reporting` of a process's main coroutine.
 
     `start` does its imports before the event loop exists: Ctrl-C during long imports then ends the
     process, instead of a half-built server.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else grpc logs every fork and GOAWAY
+    return reporting(lambda: event_loop.run(start))
+
+
+def reporting(run: Callable[[], int]) -> int:
+    """Run a command; a BatonError becomes its cause, what to do about it, and exit code 1."""
     try:
-        return event_loop.run(start)
+        return run()
     except BatonError as error:
-        report_failure(error)
+        print(f"error: {error.message}", file=sys.stderr)
+        if isinstance(error, StartupFailed) and error.hint:
+            print(f"  try: {error.hint}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -38,26 +45,7 @@ def run_reporting(start: Callable[[], Coroutine[Any, Any, int]]) -> int:
         return 143  # by SIGTERM
 
 
-def reporting(run: Callable[[], int]) -> int:
-    """Run a command that needs no event loop; a StartupFailed is reported in the same way."""
-    try:
-        return run()
-    except StartupFailed as error:
-        report_failure(error)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-
-
-def report_failure(error: BatonError) -> None:
-    """Print the cause, and what to do about it."""
-    print(f"error: {error.message}", file=sys.stderr)
-    if isinstance(error, StartupFailed) and error.hint:
-        print(f"  try: {error.hint}", file=sys.stderr)
-
-
 def node_parser(role: Role) -> argparse.ArgumentParser:
-    """The command line of launch_prefill and launch_decode."""
     parser = argparse.ArgumentParser(
         prog=f"launch_{role.value}", description=f"Start a {role.value} node."
     )
@@ -66,7 +54,6 @@ def node_parser(role: Role) -> argparse.ArgumentParser:
 
 
 def gateway_parser() -> argparse.ArgumentParser:
-    """The command line of launch_gateway."""
     parser = argparse.ArgumentParser(prog="launch_gateway", description="Start a gateway.")
     flags.add_flags(parser, GatewayConfig, ClusterConfig)
     return parser
@@ -86,17 +73,14 @@ def _node(role: Role) -> int:
 
 
 def prefill() -> int:
-    """The `launch_prefill` command."""
     return _node(Role.PREFILL)
 
 
 def decode() -> int:
-    """The `launch_decode` command."""
     return _node(Role.DECODE)
 
 
 def gateway() -> int:
-    """The `launch_gateway` command."""
     arguments = gateway_parser().parse_args()
 
     def start() -> Coroutine[Any, Any, int]:

@@ -39,7 +39,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """The `baton` command."""
     arguments = build_parser().parse_args()
     code: int = arguments.run(arguments)
     return code
@@ -192,13 +191,12 @@ def _add_chat(commands: _Commands) -> None:
 def _chat(arguments: argparse.Namespace) -> int:
     from . import chat
 
-    up, engine = flags.parse_all(arguments, UpConfig, EngineConfig)
     return reporting(
         lambda: chat.run(
             arguments.address,
             arguments.ca_file,
-            up,
-            engine,
+            flags.parse(UpConfig, arguments),
+            flags.parse(EngineConfig, arguments),
             {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature},
             is_completion=arguments.completion,
         )
@@ -251,8 +249,9 @@ def _add_fsck(commands: _Commands) -> None:
 def _fsck(arguments: argparse.Namespace) -> int:
     from .cluster import fsck
 
-    cluster = flags.parse(ClusterConfig, arguments)
-    return run_reporting(lambda: fsck.run(cluster, as_json=arguments.json))
+    return run_reporting(
+        lambda: fsck.run(flags.parse(ClusterConfig, arguments), as_json=arguments.json)
+    )
 
 
 def _add_index(commands: _Commands) -> None:
@@ -265,8 +264,11 @@ def _add_index(commands: _Commands) -> None:
 def _index(arguments: argparse.Namespace) -> int:
     from .cluster import index
 
-    cluster = flags.parse(ClusterConfig, arguments)
-    return run_reporting(lambda: index.run(cluster, arguments.api_keys, as_json=arguments.json))
+    return run_reporting(
+        lambda: index.run(
+            flags.parse(ClusterConfig, arguments), arguments.api_keys, as_json=arguments.json
+        )
+    )
 
 
 def _add_keys(commands: _Commands) -> None:

@@ -28,7 +28,7 @@ import grpc
 from ..core.channels.engine_tls import TlsContexts
 from ..core.config import ClusterConfig
 from ..core.errors import PermissionDenied, StartupFailed
-from ..core.ports import Clock, SystemClock
+from ..core.ports import Clock
 from .certificate_times import validities
 from .watched_files import WatchedFiles
 
@@ -83,7 +83,7 @@ class CertificateFiles:
     ) -> None:
         self._paths = (chain, key) if ca is None else (chain, key, ca)
         self._what = what
-        self._clock = clock or SystemClock()
+        self._clock = clock or Clock()
         self._files = WatchedFiles(self._paths)
         self._lock = threading.Lock()
         self._valid_from_s = math.inf  # of files that are not valid yet

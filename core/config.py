@@ -1,7 +1,7 @@
 """All configuration but the engine's (engine_config.py): frozen dataclasses, validated once.
 
-The command-line flags are made from them (flags.py). Values found out at run time are not
-configuration.
+The command-line flags are made from them (flags.py), which checks the ranges that a field's name
+implies. Values found out at run time are not configuration.
 """
 
 from __future__ import annotations
@@ -243,8 +243,6 @@ class GatewayConfig:
             raise StartupFailed("--metrics-prefix must be letters, digits and underscores")
         if self.response_store_mib < 0 or self.response_store_s <= 0:
             raise StartupFailed("--response-store-mib and --response-store-s must not be negative")
-        if self.num_gateways < 1:
-            raise StartupFailed("--num-gateways must be at least 1")
         for name in ("max_request_s", "heartbeat_timeout_s"):
             if getattr(self, name) <= 0:
                 raise StartupFailed(f"--{name.replace('_', '-')} must be more than 0")
@@ -287,8 +285,6 @@ class UpConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.num_prefill_nodes < 1 or self.num_decode_nodes < 1:
-            raise StartupFailed("a deployment needs at least one prefill and one decode node")
         if self.mode == "aggregated" and self.num_prefill_nodes > 1:
             raise StartupFailed(
                 "--num-prefill-nodes: with --mode aggregated every engine does both",

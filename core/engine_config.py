@@ -1,6 +1,7 @@
 """One engine's configuration; the command-line flags are made from it (flags.py).
 
-Values found out at run time (number of KV blocks) are not configuration.
+Values found out at run time (number of KV blocks) are not configuration. Ranges that a field's name
+implies are checked where values come in (flags.py).
 """
 
 from __future__ import annotations
@@ -151,14 +152,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "block_size",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "nnodes",
-            "prefill_chunk_tokens",
-            "num_threads",
+            *("block_size", "tensor_parallel_size", "pipeline_parallel_size", "nnodes"),
+            *("prefill_chunk_tokens", "num_threads"),
         ):
             if (number := getattr(self, name)) is not None and number < 1:
                 raise StartupFailed(f"--{name.replace('_', '-')} must be at least 1")

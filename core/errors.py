@@ -1,30 +1,5 @@
-"""Every error Baton raises on purpose, as one tree.
-
-    BatonError
-    ├── InvalidRequest                 the caller's fault; never retry
-    │   ├── AdapterRefused             a LoRA adapter that cannot be served; names file and tensor
-    │   ├── ContextLengthExceeded
-    │   └── PromptTooLarge             fits the context, but no pool of this deployment
-    ├── ModelNotFound
-    ├── ResponseNotFound               no such response is kept for this caller
-    ├── Unauthenticated
-    ├── PermissionDenied               authenticated, but the call is not permitted
-    ├── Overloaded                     queue or credit full; retry later
-    │   └── RateLimited                a limit of the caller's tenant; says when to retry
-    ├── Unavailable                    no node for a role, draining; retry later
-    │   ├── NodeLost                   a node was lost during the request; the gateway retries
-    │   ├── PromiseRefused             would break an engine's promise; the gateway routes again
-    │   └── TrialRefused               another suspect request runs there; the gateway retries
-    ├── DeadlineExceeded
-    ├── Cancelled
-    ├── HandoffFailed                  KV could not be transferred; the gateway retries elsewhere
-    │   ├── FingerprintMismatch        the two sides differ; names the field
-    │   ├── StaleBlocks                a block's generation changed during the copy
-    │   ├── LeaseExpired
-    │   └── UnknownTransfer            no such ticket here (never existed, finished, or cancelled)
-    ├── EngineFailed                   the engine process failed; its supervisor restarts it
-    │   └── HostLost                   another host of the engine is unreachable
-    └── StartupFailed                  names what is wrong and what to do; the process exits 1
+"""Every error Baton raises on purpose: BatonError and its subclasses, for callers in
+docs/errors.md.
 
 Each error has a gRPC status (by name: this module imports no grpc), an HTTP status, a stable `code`
 that is sent between processes, and a flag whether a retry can help. An InvalidRequest may have one
@@ -91,7 +66,8 @@ class InvalidRequest(BatonError, code="invalid_request", grpc="INVALID_ARGUMENT"
 
 
 class AdapterRefused(InvalidRequest, code="adapter_refused"):
-    """A LoRA adapter does not fit the model, or is of a kind that is not served."""
+    """A LoRA adapter that does not fit the model, or is of a kind that is not served; names the
+    file and the tensor."""
 
 
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
@@ -141,17 +117,19 @@ class Unavailable(BatonError, code="unavailable", grpc="UNAVAILABLE", http=503, 
 
 
 class NodeLost(Unavailable, code="node_lost", public_text="a node was lost during the request"):
-    """A node that processed the request was lost."""
+    """A node that processed the request was lost; the gateway retries."""
 
 
 class PromiseRefused(
     Unavailable, code="would_break_promise", public_text="no engine has room for the request"
 ):
-    """With one more decode the engine's steps would take longer than its promise."""
+    """With one more decode the engine's steps would take longer than its promise; the gateway
+    routes again."""
 
 
 class TrialRefused(Unavailable, code="on_trial", public_text="no engine is free for the request"):
-    """The engine runs another gateway's suspect request: one during which an engine failed."""
+    """The engine runs another gateway's suspect request, one during which an engine failed; the
+    gateway retries."""
 
 
 class DeadlineExceeded(BatonError, code="deadline_exceeded", grpc="DEADLINE_EXCEEDED", http=504):
@@ -170,7 +148,7 @@ class HandoffFailed(
     is_retryable=True,
     public_text="the KV cache could not be transferred",
 ):
-    """The KV blocks could not be transferred from source to puller."""
+    """The KV could not be transferred from source to puller; the gateway retries elsewhere."""
 
 
 class FingerprintMismatch(
@@ -197,7 +175,8 @@ class EngineFailed(
     is_retryable=True,
     public_text="an engine failed during the request",
 ):
-    """The engine process ended or raised: no further token of the request can be trusted."""
+    """The engine process ended or raised: no further token of the request can be trusted. Its
+    supervisor restarts it."""
 
 
 class HostLost(
@@ -211,7 +190,8 @@ class HostLost(
 
 
 class StartupFailed(BatonError, code="startup_failed"):
-    """A process cannot start: the message gives the reason, `hint` what to do about it."""
+    """A process cannot start, and exits with 1: the message gives the reason, `hint` what to do
+    about it."""
 
     def __init__(self, message: str, *, param: str | None = None, hint: str = "") -> None:
         super().__init__(message, param=param)

@@ -162,7 +162,6 @@ def parse(config: type[T], arguments: argparse.Namespace) -> T:
 
 
 def parse_all(arguments: argparse.Namespace, *configs: type) -> list[Any]:
-    """An instance of each of `configs`, as `parse` builds it."""
     return [parse(config, arguments) for config in configs]
 
 
@@ -196,10 +195,10 @@ def environment_without(configs: Iterable[Any]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in names}
 
 
-def to_environment(config: Any) -> dict[str, str]:
-    """The SECRET_FIELDS as environment variables."""
-    names = SECRET_FIELDS & {field.name for field in dataclasses.fields(config)}
-    values = {name: getattr(config, name) for name in sorted(names)}
+def to_environment(configs: Iterable[Any]) -> dict[str, str]:
+    """The SECRET_FIELDS of these configs as environment variables."""
+    fields = ((config, field.name) for config in configs for field in dataclasses.fields(config))
+    values = {name: getattr(config, name) for config, name in fields if name in SECRET_FIELDS}
     return {f"BATON_{name.upper()}": value for name, value in values.items() if value is not None}
 
 

@@ -74,8 +74,3 @@ def percentile(samples: Sequence[float], q: float) -> float | None:
     ordered = sorted(samples)
     rank = math.ceil(round(q * len(ordered) / 100, 9))  # 99.9 * 1000 is a little more than 99900
     return ordered[max(0, rank - 1)]
-
-
-def goodput_rps(times: Sequence[TokenTimes], duration_s: float, slo: Slo) -> float:
-    """Requests per second that meet the SLO."""
-    return sum(map(slo.is_met_by, times)) / duration_s

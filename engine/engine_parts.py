@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ..constraints.grammars import Grammars
-from ..core.ports import Clock, SystemClock
+from ..core.ports import Clock
 from .block_room import BlockRoom
 from .execution.constraints import Constraints
 from .execution.runner_protocols import Runner
@@ -58,7 +58,7 @@ class EngineParts:
         drafts for speculation."""
         self.runner, self.limits, self.fingerprint = runner, limits, fingerprint
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.clock = clock or SystemClock()
+        self.clock = clock or Clock()
         self.totals = Totals()  # those that the engine counts itself
         self.step_costs = costs = StepCostEstimator(limits.graph_prompt_tokens)
         self.pool, size = BlockPool(limits.num_blocks, generations), limits.block_size

@@ -29,7 +29,7 @@ from ..core.metrics import Slo, TokenTimes
 from ..core.version import version
 from . import plots, prompts
 from .driver import Usage
-from .figures import ReportWindow, group_figures, row, spread, targets, tbt_samples
+from .figures import ReportWindow, row, spread, targets, tbt_samples
 from .generator import Asked, Load
 from .prompts import PromptShape
 from .records import Record
@@ -172,15 +172,17 @@ def summarise(plan: Plan, outcome: Outcome, model: str, usage: Usage | None) -> 
     completed = [record for record in ended if not record.error]
     # The last token is inside: the window's end is open.
     window = ReportWindow(0.0, math.nextafter(outcome.duration_s, math.inf))
-    figures = group_figures(ended, window, plan.slo)
-    gaps_s = tbt_samples(outcome.records, window)
-    figures["tbt_ms"] = {**spread(gaps_s), "mean": _mean_ms(gaps_s)}
+    served = [record.times for record in ended if record.token_s]
+    samples_s: dict[str, list[float | None]] = {
+        "ttft": [times.ttft_s for times in served],
+        "tbt": [*tbt_samples(outcome.records, window)],
+        "tpot": [times.tpot_s for times in served],
+        "e2e": [record.times.e2e_s for record in completed],
+    }
     num_output = sum(len(record.token_s) for record in outcome.records)
     num_prompt = sum(record.num_prompt_tokens for record in completed)
     seconds = outcome.duration_s or 1.0
     errors = Counter(record.error for record in ended if record.error)
-    for name in ("ttft", "tpot", "e2e"):
-        figures[f"{name}_ms"]["mean"] = _mean_ms(getattr(r.times, f"{name}_s") for r in completed)
     has_usage = usage is not None and usage.num_output_tokens is not None
     return {
         "baton": version(),
@@ -202,7 +204,7 @@ def summarise(plan: Plan, outcome: Outcome, model: str, usage: Usage | None) -> 
         "requests_per_s": len(completed) / seconds,
         "output_tokens_per_s": num_output / seconds,
         "total_tokens_per_s": (num_output + num_prompt) / seconds,
-        **{f"{name}_ms": figures[f"{name}_ms"] for name in ("ttft", "tbt", "tpot", "e2e")},
+        **{f"{name}_ms": spread(s) | {"mean": _mean_ms(s)} for name, s in samples_s.items()},
         "generator_lag_ms": spread(record.lag_s for record in outcome.records),
         **_attainment(plan.slo, [*ended, *_late(plan, outcome)], seconds),
     }
@@ -249,26 +251,18 @@ def _attainment(slo: Slo, judged: Sequence[Record], seconds: float) -> dict[str,
 
 def _shown(plan: Plan) -> dict[str, Any]:
     shape = plan.shape
-    loop = {"concurrency": plan.concurrency}
-    if plan.rate_per_s is not None:
-        loop = {"rate_per_s": plan.rate_per_s}  # type: ignore[dict-item]
+    loop = "concurrency" if plan.rate_per_s is None else "rate_per_s"
+    of_plan = (loop, "num_requests", "duration_s", "num_warmups")
+    of_shape = ("input_len", "output_len", "range_ratio", "shared_prefix_len", "seed")
     found = {
-        **loop,
-        "num_requests": plan.num_requests,
-        "duration_s": plan.duration_s,
-        "num_warmups": plan.num_warmups,
+        **{name: getattr(plan, name) for name in of_plan},
         "dataset": shape.dataset if shape.path is None else f"{shape.dataset} {shape.path.name}",
-        "input_len": shape.input_len,
-        "output_len": shape.output_len,
-        "range_ratio": shape.range_ratio,
-        "shared_prefix_len": shape.shared_prefix_len,
-        "seed": shape.seed,
+        **{name: getattr(shape, name) for name in of_shape},
     }
     return {name: None if value == math.inf else value for name, value in found.items()}
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """For people."""
     lines = [
         f"{summary['model']} at {summary['target']}, {summary['endpoint']}",
         f"{summary['num_completed']} completed, {summary['num_failed']} failed, "

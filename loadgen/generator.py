@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .driver import Content, Driver, DriverError, Usage
 from .records import Record
@@ -31,6 +31,7 @@ class Asked:
     num_output_tokens: int
 
 
+@dataclass(slots=True)
 class Load:
     """The requests of a run, and their records so far.
 
@@ -38,27 +39,17 @@ class Load:
     `on_end`: called with each record that is complete.
     """
 
-    def __init__(
-        self,
-        driver: Driver,
-        start_s: float,
-        *,
-        is_exact: bool = True,
-        on_end: Callable[[Record], None] = lambda record: None,
-    ) -> None:
-        self._driver = driver
-        self._start_s = start_s
-        self._is_exact = is_exact
-        self._on_end = on_end
-        self.records: list[Record] = []
+    driver: Driver
+    start_s: float
+    is_exact: bool = True
+    on_end: Callable[[Record], None] = lambda record: None
+    records: list[Record] = field(default_factory=list)
 
     @property
     def now_s(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._start_s
+        return time.monotonic() - self.start_s
 
     async def send_at(self, at_s: float, asked: Asked, group: str) -> None:
-        """Send one request when it is due."""
         await self._sleep_until(at_s)
         await self._send(group, at_s, asked)
 
@@ -94,7 +85,7 @@ class Load:
         record.sent_s = self.now_s
         usage = None
         try:
-            stream = self._driver.stream(asked.content, asked.num_output_tokens)
+            stream = self.driver.stream(asked.content, asked.num_output_tokens)
             async with aclosing(stream) as counts:
                 async for count in counts:
                     if isinstance(count, Usage):
@@ -105,7 +96,7 @@ class Load:
                 record.count_as(usage.num_prompt_tokens, usage.num_output_tokens)
             if not record.token_s:
                 record.error = "no tokens"
-            elif self._is_exact and len(record.token_s) != asked.num_output_tokens:
+            elif self.is_exact and len(record.token_s) != asked.num_output_tokens:
                 record.error = f"{len(record.token_s)} of {asked.num_output_tokens} tokens"
         except DriverError as error:
             record.error = str(error)
@@ -113,7 +104,7 @@ class Load:
         except asyncio.CancelledError:
             record.is_cut_off = True
             raise
-        self._on_end(record)
+        self.on_end(record)
 
     async def _sleep_until(self, at_s: float) -> None:
         # A clock is what we wait for.

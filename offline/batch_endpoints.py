@@ -14,7 +14,7 @@ from aiohttp import web
 
 from ..core.config import GatewayConfig
 from ..core.engine_config import EngineConfig
-from ..core.ports import SystemClock
+from ..core.ports import Clock
 from ..core.process.event_loop import interruptible
 from ..core.process.runtime_folder import RuntimeFolder
 from ..gateway.http.chat import chat
@@ -47,7 +47,7 @@ def batch_app(calls: LocalCalls, config: GatewayConfig) -> web.Application:
     app[BURST] = Burst()
     app[BODIES] = Bodies()
     app[CHAT_MODEL] = ChatModel.load(calls.model, config.tool_call_parser, config.reasoning_parser)
-    app[RESPONSE_STORE] = ResponseStore(SystemClock(), 0, 0.0)
+    app[RESPONSE_STORE] = ResponseStore(Clock(), 0, 0.0)
     for routes in (completions.ROUTES, chat.ROUTES, responses.ROUTES):
         app.add_routes(routes)
     return app

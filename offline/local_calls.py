@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from ..core.config import GatewayConfig
 from ..core.engine_config import EngineConfig
 from ..core.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, StartupFailed
-from ..core.ports import SystemClock, SystemEntropy
+from ..core.ports import Clock, Entropy
 from ..core.process.collector import settle
 from ..core.request.request import Request, Ticket, TokenLogprobs
 from ..engine.local import LocalEngine
@@ -104,7 +104,7 @@ class LocalCalls:
     def __init__(self, local: LocalEngine, model: ServedModel) -> None:
         self.model = model
         self._local = local
-        self._clock, self._entropy = SystemClock(), SystemEntropy()
+        self._clock, self._entropy = Clock(), Entropy()
         self._samples: dict[str, _Sample] = {}
         self._turn = 0  # of the newest sample
         self._refused: list[EngineOutput] = []

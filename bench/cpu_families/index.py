@@ -21,7 +21,7 @@ import redis
 
 from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_server import RedisServer
-from baton.core.ports import SystemClock
+from baton.core.ports import Clock
 from baton.core.request.token_ids import HASH_BYTES, BlockHash, Tier
 from baton.node.engine_process.cache_report import CacheReport
 from baton.prefix_index import redis_link
@@ -66,7 +66,7 @@ def look_up() -> list[Figure]:
     """Look-ups of a prompt in the mirror, by the number of engines that have all its blocks."""
     figures = []
     for num_engines, target in ((1, 100.0), (_NUM_ENGINES, None)):
-        mirror, prompt = PrefixMirror(SystemClock()), random_hashes(_PROMPT_BLOCKS)
+        mirror, prompt = PrefixMirror(Clock()), random_hashes(_PROMPT_BLOCKS)
         names = [incarnation_of(number) for number in range(num_engines)]
         for name in names:
             contents = CacheJournal(name).contents(0)
@@ -89,7 +89,7 @@ def events() -> list[Figure]:
     """Block events (stored, evicted), at the publishing node and at the mirroring gateway."""
     name = incarnation_of(0)
     hashes = random_hashes(200_000)
-    journal, mirror = filled(name, hashes), PrefixMirror(SystemClock())
+    journal, mirror = filled(name, hashes), PrefixMirror(Clock())
     mirror.add(name, _ENGINE_BLOCKS)
     now_s = mirror.clock.monotonic_s()
     mirror.copies[name].install(journal.contents(0), {*hashes}, set(), now_s)
@@ -145,7 +145,7 @@ def step() -> list[Figure]:
 def _mirrored_gb(num_blocks: int) -> float:
     """Memory of a process that mirrors `num_blocks` as a gateway does."""
     num_engines = max(1, num_blocks // _ENGINE_BLOCKS)
-    mirror = PrefixMirror(SystemClock())
+    mirror = PrefixMirror(Clock())
     before = _resident_bytes()
     for number in range(num_engines):
         name = incarnation_of(number)
@@ -178,7 +178,7 @@ def memory() -> list[Figure]:
 
 async def _start(url: str, num_engines: int, num_blocks: int) -> float:
     """Seconds until a new gateway has mirrored all blocks of these engines."""
-    link, mirror = RedisIndexLink(RedisClient(url, "default")), PrefixMirror(SystemClock())
+    link, mirror = RedisIndexLink(RedisClient(url, "default")), PrefixMirror(Clock())
     following = asyncio.create_task(Follower(link, mirror).run())
     began_s = time.perf_counter()
     names = [incarnation_of(number) for number in range(num_engines)]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from itertools import count
 
-from baton.core.ports import SystemClock
+from baton.core.ports import Clock
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
@@ -63,7 +63,7 @@ def _engine() -> Engine:
             fingerprint="bench",
             eos_token_ids=(),
             cache_observer=PublishedCache("0" * 32),
-            host_copier=PlayedCopier(SystemClock(), _HOST_BLOCKS, _BLOCK_SIZE * TOKEN_BYTES),
+            host_copier=PlayedCopier(Clock(), _HOST_BLOCKS, _BLOCK_SIZE * TOKEN_BYTES),
         )
     )
 

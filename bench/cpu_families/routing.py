@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from baton.core.membership import Member, Role
-from baton.core.ports import SystemClock
+from baton.core.ports import Clock
 from baton.core.request.request import Request, Ticket
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import column
@@ -47,7 +47,7 @@ class _Gateway:
     linked."""
 
     def __init__(self, num_engines: int) -> None:
-        clock = SystemClock()
+        clock = Clock()
         self._table = EngineTable(PrefixMirror(clock), Policy(random.Random(1)))
         sources = [f"p{index}" for index in range(num_engines // 2)]
         for name in sources:

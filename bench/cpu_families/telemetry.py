@@ -12,7 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 
-from baton.core.ports import SystemClock
+from baton.core.ports import Clock
 from baton.core.request.request import FinishReason
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.timeline import Event, Stamp
@@ -20,13 +20,13 @@ from baton.core.request.token_ids import column
 from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.security.caller import anyone
+from baton.gateway.telemetry.call_counts import CallCounts
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import CallRecord
 from baton.gateway.telemetry.calls.ended_call import STAGES
 from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics import metric_table as table
 from baton.gateway.telemetry.metrics.metric_store import MetricStore
-from baton.gateway.telemetry.metrics.metric_table import ALL
 from baton.gateway.telemetry.metrics.tally import Tally
 from baton.gateway.telemetry.window.row_message import RowKey, pack_row, unpack_row
 from baton.gateway.telemetry.window.snapshot import window_snapshot
@@ -42,7 +42,7 @@ _GAP_S = 0.14
 _KEY = RowKey("0" * 32, 1, 1)
 
 
-class _Clock(SystemClock):
+class _Clock(Clock):
     """Advances by one token gap per step, so that minutes of traffic need no real time.
 
     The gaps are long: all repeats together fill the window.
@@ -59,7 +59,7 @@ def measure() -> list[Figure]:
     clock = _Clock()
     window, targets = TelemetryWindow(clock), SloTargets(ttft_slo_s=0.5, tbt_slo_s=0.05)
     window.outbox = {}
-    feed = CallFeed(clock, targets, window, MetricStore(ALL, "baton_", "demo"))
+    feed = CallFeed(clock, CallCounts(targets), window, MetricStore("baton_", "demo"))
     bare = [_play(clock, []) for _ in range(_REPEATS)]
     rounds = [_play(clock, [feed]) for _ in range(_REPEATS)]
     chunk_us = tuple(chunk_s * 1e6 for chunk_s, _ in rounds)
@@ -68,19 +68,18 @@ def measure() -> list[Figure]:
     floor_is = "noting when it was delivered"
     shape = f"{NUM_STEPS} tokens of {NUM_STREAMS} streams"
 
-    def ask(since_unix_s: float | None) -> None:
-        window_snapshot(window, targets, since_unix_s)
+    def ask(since_s: float | None) -> None:
+        window_snapshot(window, targets, since_s)
 
-    now_unix_s = window.to_unix_s(window.now_us())
     first_ms = tuple(s * 1e3 for s in repeat_s(lambda: ask(None), _REPEATS))
-    next_ms = tuple(s * 1e3 for s in repeat_s(lambda: ask(now_unix_s - 1), _REPEATS))
+    next_ms = tuple(s * 1e3 for s in repeat_s(lambda: ask(clock.now_s - 1), _REPEATS))
     own = max(window.outbox.values(), key=lambda each: len(each.histograms))
     packed = pack_row(_KEY, 0.0, own)
     elsewhere = TelemetryWindow(clock)
 
     def merge() -> None:
-        message, row = unpack_row(packed, _KEY)
-        elsewhere.merge(int(clock.now_s), 1, row, message.recent)
+        _, row = unpack_row(packed, _KEY)
+        elsewhere.merge(int(clock.now_s), 1, row)
 
     out_ms = tuple(s * 1e3 for s in repeat_s(lambda: pack_row(_KEY, 0.0, own), _REPEATS))
     in_ms = tuple(s * 1e3 for s in repeat_s(merge, _REPEATS))

@@ -15,8 +15,8 @@ from baton.engine.execution.runner_protocols import Runner
 _TOKEN_ID = 97
 
 
-class VirtualClock:
-    """A `core.ports.Clock` that the simulation advances."""
+class VirtualClock(Clock):
+    """Advanced by the simulation."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -28,13 +28,17 @@ class VirtualClock:
         return int(self.now_s * 1e9)
 
 
-class Device(Runner, Clock, Protocol):
+class Device(Runner, Protocol):
     """A Runner that advances its own clock; `now_s` is set to the time at which a step begins."""
 
     now_s: float
 
+    def monotonic_s(self) -> float: ...
 
-class PlayedDevice:
+    def unix_ns(self) -> int: ...
+
+
+class PlayedDevice(Clock):
     """A device that computes nothing and only advances its clock by each step's cost."""
 
     runs_ahead = False

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from baton.core.errors import BatonError, Overloaded
 from baton.core.membership import Role
 from baton.core.metrics import TokenTimes
+from baton.core.ports import Entropy
 from baton.core.request.sampling_params import RequestOptions, SamplingParams
 from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.core.step_cost import StepCost
@@ -77,8 +78,8 @@ class Call:
         return TokenTimes(self.arrived_s, tuple(self.token_s))
 
 
-class _Ids:
-    """A deterministic `core.ports.Entropy`."""
+class _Ids(Entropy):
+    """Counts instead of drawing."""
 
     def __init__(self) -> None:
         self._count = itertools.count()

@@ -30,7 +30,7 @@ from baton.client.async_client import AsyncGeneration
 from baton.core import flags
 from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
-from baton.core.ports import SystemClock
+from baton.core.ports import Clock
 from baton.gateway.moves.choice import PlannedMove
 from baton.gateway.moves.mover import movable_from
 from baton.gateway.process.server import Gateway, serve
@@ -126,7 +126,7 @@ class Bench:
         mover, sessions = self._gateway._mover, self._gateway._sessions
         ours = [one for one in sessions if one.request_id not in others]
         session = max(ours, key=lambda one: len(one.answer.output_ids))
-        source = movable_from(session, SystemClock().monotonic_s())
+        source = movable_from(session, Clock().monotonic_s())
         if mover is not None and source is not None:
             (target,) = self._gateway._table.engines.keys() - {source}
             mover._begin(PlannedMove(session.request_id, source, target), session)

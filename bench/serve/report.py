@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.core.metrics import Slo
-from baton.loadgen.figures import ReportWindow, group_figures, row, spread
+from baton.loadgen.figures import ReportWindow, row, spread, targets, tbt_samples
 from baton.loadgen.records import Record
 
 from .clients.arrivals import BACKGROUND
@@ -29,7 +29,7 @@ def summarise(
     alone; `num_prefills` engines compute them."""
     groups = sorted({record.group for record in records})
     result: dict[str, Any] = {
-        group: group_figures([r for r in records if r.group == group], window, slo)
+        group: _group_figures([r for r in records if r.group == group], window, slo)
         for group in groups
     }
     # A background stream is due when its previous request ends: it cannot be late.
@@ -43,6 +43,29 @@ def summarise(
         for group, figures in result.items():
             figures.update(_spacings(records, window, group))
     return summary
+
+
+def _group_figures(records: Sequence[Record], window: ReportWindow, slo: Slo) -> dict[str, Any]:
+    """One group's figures as JSON: times in ms. A request that failed is not good."""
+    sent = [record for record in records if window.holds(record.sent_s)]
+    served = [record for record in sent if record.token_s]
+    whole = [record.times for record in sent if not record.error]
+    gaps = tbt_samples(records, window)
+    num_tokens = sum(window.holds(at_s) for record in records for at_s in record.token_s)
+    return {
+        "num_sent": len(sent),
+        "num_failed": sum(bool(record.error) for record in sent),
+        "errors": sorted({record.error for record in sent if record.error})[:5],
+        "ttft_ms": spread([r.times.ttft_s for r in served]),
+        "handoff_gap_ms": spread([r.times.handoff_gap_s for r in served]),
+        "tbt_ms": spread(gaps),
+        "tpot_ms": spread([r.times.tpot_s for r in served]),
+        "e2e_ms": spread([r.times.e2e_s for r in served if not r.error]),
+        "tokens_per_s": num_tokens / window.duration_s,
+        "requests_per_s": len(sent) / window.duration_s,
+        "goodput_rps": sum(map(slo.is_met_by, whole)) / window.duration_s,
+        "slo_ms": {name: value * 1e3 for name, value in targets(slo).items()},
+    }
 
 
 def _floors(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core import flags
-from ...core.config import ClusterConfig, GatewayConfig
+from ...core.config import GatewayConfig
 from ...core.errors import StartupFailed
 from ...core.process.children import bound_to_us
 from ...core.process.event_loop import HUNG_S, LoopWatch
@@ -46,7 +46,6 @@ class Child:
 
     name: str
     configs: tuple[object, ...]
-    cluster: ClusterConfig
     process: asyncio.subprocess.Process
     watch: LoopWatch
     ready: asyncio.Future[str]
@@ -62,17 +61,15 @@ class Child:
         cls,
         name: str,
         configs: tuple[object, ...],
-        cluster: ClusterConfig,
         report: Report,
         *,
         inherits_stderr: bool = False,
     ) -> Child:
         """Start launch_<role>, where the role is the first part of `name`."""
         role = role_of(name)
-        all_configs = (*configs, cluster)
         argv = [
             flag
-            for config in all_configs
+            for config in configs
             for flag in flags.to_argv(config, leave_out=flags.SECRET_FIELDS)
         ]
         watch = LoopWatch(HUNG_S if role == GATEWAY else _NODE_HUNG_S)
@@ -83,9 +80,9 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=None if inherits_stderr else asyncio.subprocess.STDOUT,
-                env=flags.environment_without(all_configs)
+                env=flags.environment_without(configs)
                 | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-                | flags.to_environment(cluster)
+                | flags.to_environment(configs)
                 | watch.environment,
                 pass_fds=[watch.fd],
                 start_new_session=True,  # Ctrl-C reaches the parent only, which stops the parts
@@ -95,7 +92,7 @@ class Child:
             watch.close()
             raise
         ready = asyncio.get_running_loop().create_future()
-        child = cls(name, configs, cluster, process, watch, ready)
+        child = cls(name, configs, process, watch, ready)
         child.reader = asyncio.create_task(child._read(report))
         return child
 

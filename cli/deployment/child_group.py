@@ -14,7 +14,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ...core.config import ClusterConfig
 from ...core.process.event_loop import StopSignals
 from ...core.process.logs import print_line
 from .child import Child, Report
@@ -33,11 +32,8 @@ class ChildGroup:
     inherits_stderr: bool = False  # if not, a child's log lines go to `report`
     children: list[Child] = field(default_factory=list)
 
-    async def launch(self, name: str, configs: tuple[object, ...], cluster: ClusterConfig) -> Child:
-        """Start another child."""
-        child = await Child.start(
-            name, configs, cluster, self.report, inherits_stderr=self.inherits_stderr
-        )
+    async def launch(self, name: str, *configs: object) -> Child:
+        child = await Child.start(name, configs, self.report, inherits_stderr=self.inherits_stderr)
         self.children.append(child)
         return child
 
@@ -82,7 +78,7 @@ class ChildGroup:
         of descriptors, processes or memory, perhaps temporarily."""
         await child.close()
         try:
-            again = await self.launch(child.name, child.configs_again(), child.cluster)
+            again = await self.launch(child.name, *child.configs_again())
         except OSError as error:
             self.report(child.name, f"cannot be started: {error}")
             child.began_s = time.monotonic()

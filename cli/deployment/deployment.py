@@ -129,7 +129,7 @@ class Deployment(ChildGroup):
         cluster = self.cluster
         if self.up.certs is not None:
             cluster = with_role_certificate(cluster, Path(self.up.certs), role_of(name))
-        await self.launch(name, configs, cluster)
+        await self.launch(name, *configs, cluster)
 
     async def _until_linked(self) -> None:
         """Raises StartupFailed if a part ends meanwhile: parts are not restarted yet."""

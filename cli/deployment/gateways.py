@@ -84,7 +84,7 @@ async def _running(
     with shared_ports(config) as configs:
         try:
             for name, each in configs.items():
-                await group.launch(name, (each,), cluster)
+                await group.launch(name, each, cluster)
             await group.until_ready()
             yield
         finally:
@@ -100,7 +100,6 @@ async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
 
 
 async def _announce(group: ChildGroup) -> None:
-    """Print the address of each gateway, and the shared ones."""
     for child in group.children:
         own_url, *shared = child.addresses
         print_line(f"{child.name} alone: {own_url}")

@@ -47,7 +47,6 @@ class Subject:
 
 
 def run(subject: Subject) -> int:
-    """Print all findings; exit code 1 if one is a problem."""
     findings = []
     for name, check in CHECKS:
         try:
@@ -132,7 +131,6 @@ class Gpu:
 
 
 def find_gpus() -> list[Gpu]:
-    """The GPUs that torch sees."""
     import torch
 
     found, indices = [], range(torch.cuda.device_count() if torch.cuda.is_available() else 0)

@@ -253,7 +253,6 @@ def panel(
 
 
 def board() -> dict[str, Any]:
-    """The whole board."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS.items():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ...core.membership import Member, Role
-from ...core.ports import Clock, SystemClock
+from ...core.ports import Clock
 from ...core.request.request import PrefixSource, Request, Ticket
 from ...core.request.token_ids import salted
 from ...proto.v1 import node_pb2
@@ -32,7 +32,7 @@ class LinkedEngine:
     outbox: EngineConnection
     load: ReportedLoad
     welcome: node_pb2.Welcome = field(default_factory=node_pb2.Welcome)
-    clock: Clock = field(default_factory=SystemClock)
+    clock: Clock = field(default_factory=Clock)
     sessions: SessionTable | None = None
     account: EngineAccount = field(init=False)
     incarnation: str = field(init=False)

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from ...cluster.tls import CertificateFiles
 from ...core.errors import StartupFailed
-from ...core.ports import SystemClock
+from ...core.ports import Clock
 from . import login, lora_adapters, openapi, server_info, tokenization
 from .chat import chat
 from .chat.chat_model import CHAT_MODEL, ChatModel
@@ -59,12 +59,12 @@ def build_app(parts: AppState, access: Access) -> web.Application:
         parts.door.model, config.tool_call_parser, config.reasoning_parser
     )
     app[RESPONSE_STORE] = ResponseStore(
-        SystemClock(), config.response_store_mib << 20, config.response_store_s
+        Clock(), config.response_store_mib << 20, config.response_store_s
     )
     app.on_response_prepare.append(echo_request_id)
     for routes in ROUTE_GROUPS:
         app.add_routes(routes)
-    add_dashboard(app, feed_of(parts, SystemClock()))
+    add_dashboard(app, feed_of(parts, Clock()))
     return app
 
 

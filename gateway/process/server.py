@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 from ...cluster.exposure import check_secret
 from ...cluster.known_nodes import KnownNodes, ask_members
@@ -24,7 +25,7 @@ from ...cluster.tls import watch_ends
 from ...core.config import ClusterConfig, GatewayConfig
 from ...core.errors import StartupFailed, Unavailable
 from ...core.membership import Role
-from ...core.ports import SystemClock, SystemEntropy
+from ...core.ports import Clock, Entropy
 from ...core.process import descriptors
 from ...core.process.collector import settle
 from ...core.process.event_loop import StopSignals, keep_running, show_turns
@@ -55,7 +56,7 @@ from ..request.setbacks import SessionLimits
 from ..security.security import Security
 from ..telemetry.telemetry import Telemetry
 from ..telemetry.window.redis_windows import RedisWindows
-from ..telemetry.window.window_share import About, WindowShare
+from ..telemetry.window.window_share import WindowShare
 from ..validation.served_model import ServedModel
 from .startup_message import startup_lines
 
@@ -76,7 +77,7 @@ class Gateway:
         session_limits: SessionLimits | None = None,
     ) -> None:
         """`session_limits` None: from `config`. Raises StartupFailed."""
-        clock = SystemClock()
+        clock = Clock()
         security = Security.of(config, cluster, clock)
         self._config = config
         self._model = ServedModel.load(config)
@@ -96,7 +97,7 @@ class Gateway:
         )
         self._view = ClusterView(
             self._directory,
-            self._model.limits.model,
+            model,
             secret,
             clock,
             self._table,
@@ -107,17 +108,15 @@ class Gateway:
             security.cluster_tls,
         )
         self._leader = None
-        name = SystemEntropy().new_id()
+        name = Entropy().new_id()
         if config.move_promises:
             lease = RedisLease(redis, "promises", name, LEASE_S, clock)
             decider = PromiseDecider(self._table, clock, config.slo_ttft_s, queue.num_tokens)
             self._leader = PromiseLeader(decider, lease, name)
-        self._mover = None
-        if config.move_requests:
-            self._mover = RequestMover(self._table, self._sessions, clock)
-        self._telemetry = Telemetry.of(
+        self._mover = RequestMover(self._table, self._sessions, clock)
+        self._telemetry = Telemetry(
             config,
-            self._model.limits.model,
+            model,
             self._table,
             self._view,
             clock,
@@ -134,7 +133,7 @@ class Gateway:
             self._table,
             security.tenancy,
             clock,
-            SystemEntropy(),
+            Entropy(),
             session_limits or _session_limits(config),
             config.max_request_s,
             self._telemetry.feed,
@@ -190,10 +189,14 @@ class Gateway:
     def _can_serve(self) -> bool:
         return self._is_ready.is_set() and not self._door.is_draining
 
-    def _about(self) -> About:
+    def _about(self) -> dict[str, Any]:
         port = self.http_port if self.own_http_port is None else self.own_http_port
-        name = f"{socket.gethostname()}:{port}"
-        return About(name, version(), self._can_serve(), self._door.is_draining)
+        return {
+            "name": f"{socket.gethostname()}:{port}",
+            "version": version(),
+            "is_ready": self._can_serve(),
+            "is_draining": self._door.is_draining,
+        }
 
     async def start(self) -> None:
         """Begin to listen and to look for engines."""
@@ -210,7 +213,7 @@ class Gateway:
         }
         if self._leader is not None:
             beside["the leader of promises"] = self._leader.run
-        if self._mover is not None:
+        if self._config.move_requests:
             beside["the mover of requests"] = self._mover.run
         self._tasks = [asyncio.create_task(keep_running(*part)) for part in beside.items()]
 

@@ -42,14 +42,18 @@ class Noted:
 
 
 class CallCounts:
-    """The counting of one gateway. Its first MAX_TENANTS tenants have labels."""
+    """The counting of one gateway, from `noted` into `tally`. Its first MAX_TENANTS tenants have
+    labels."""
 
     def __init__(self, targets: SloTargets) -> None:
+        self.noted = Noted()
+        self.tally = Tally()
         self._targets = targets
         self._tenants: set[str] = set()
 
-    def count(self, noted: Noted, tally: Tally) -> None:
+    def count(self, noted: Noted) -> None:
         """Add all but the calls that ended."""
+        tally = self.tally
         for code, number in noted.refused.items():
             tally.count(table.REJECTIONS, number, code)
         if noted.lookups_s:
@@ -63,8 +67,8 @@ class CallCounts:
         tally.observe_all(table.INTER_TOKEN, noted.gaps_s)
         tally.observe_all(table.HANDOFF_GAP, noted.handoff_gaps_s)
 
-    def count_ended(self, record: CallRecord, tally: Tally) -> None:
-        call = ended_call(record)
+    def count_ended(self, record: CallRecord) -> None:
+        tally, call = self.tally, ended_call(record)
         tally.ended.append(call)
         if call.is_finished:
             _count_finished(tally, record.results.get(0), call)

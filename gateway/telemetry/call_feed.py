@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from ...core.errors import BatonError
 from ...core.ports import Clock
@@ -19,7 +20,6 @@ from ..security.caller import Caller
 from .call_counts import CallCounts, Noted
 from .calls.call_record import CallRecord
 from .calls.ended_call import EndedCall, ended_call
-from .calls.slo import SloTargets
 from .metrics import metric_table as table
 from .metrics.metric_store import MetricStore
 from .metrics.tally import Tally
@@ -35,32 +35,25 @@ OnRefused = Callable[[Caller, BatonError], None]
 OnEnded = Callable[[CallRecord, EndedCall], None]
 
 
+@dataclass(eq=False)
 class CallFeed:
     """Use from the gateway's event loop. An exception in here fails no call, and is logged once.
 
-    `on_refused`, `on_ended`: called at once for each refused and each ended call.
+    `_on_refused`, `_on_ended`: called at once for each refused and each ended call. `_until_s`: the
+    end of the second that is counted.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        targets: SloTargets,
-        window: TelemetryWindow,
-        store: MetricStore,
-        on_refused: Sequence[OnRefused] = (),
-        on_ended: Sequence[OnEnded] = (),
-    ) -> None:
-        self._clock = clock
-        self._counts = CallCounts(targets)
-        self._window = window
-        self._store = store
-        self._on_refused = on_refused
-        self._on_ended = on_ended
-        self._noted = Noted()
-        self._tally = Tally()  # of the current second
-        self._until_s = 0.0  # the end of that second
-        self._logged: set[tuple[str, type]] = set()
-        window.settle = self.settle
+    _clock: Clock
+    _counts: CallCounts
+    _window: TelemetryWindow
+    _store: MetricStore
+    _on_refused: Sequence[OnRefused] = ()
+    _on_ended: Sequence[OnEnded] = ()
+    _until_s: float = 0.0
+    _logged: set[tuple[str, type]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._window.settle = self.settle
 
     def call_refused(self, caller: Caller, error: BatonError) -> None:
         """Note a call that ended before it was routed: invalid, unauthorised, over a limit."""
@@ -78,7 +71,7 @@ class CallFeed:
     def chunk_delivered(self, record: CallRecord, chunk: OutputChunk) -> None:
         """Note a chunk that the client has as of now."""
         now_s = self._clock.monotonic_s()
-        noted, times = self._noted, record.token_times[chunk.sample_index]
+        noted, times = self._counts.noted, record.token_times[chunk.sample_index]
         if now_s >= self._until_s or len(noted.gaps_s) >= _MAX_GAPS:
             noted = self._note(now_s)
         if chunk.result is not None:
@@ -102,35 +95,34 @@ class CallFeed:
     def call_ended(self, record: CallRecord) -> None:
         """Note the end of a call that began; once for each, however it ended."""
         record.ended_s = self._clock.monotonic_s()
-        noted = self._note(record.ended_s)
+        self._note(record.ended_s).ended.append(record)
         self._window.num_running -= 1
-        noted.ended.append(record)
         if self._on_ended:
             self._shield(self._report_ended, record)
 
     def settle(self) -> None:
         """Count what was noted, and pass the tally to the window and the store."""
         self._count()
-        tally, self._tally = self._tally, Tally()
+        tally, self._counts.tally = self._counts.tally, Tally()
         self._window.take(tally, round(self._until_s) - 1)
         self._store.take(tally)
         self._store.set(table.IN_FLIGHT, value=self._window.num_running)
 
     def _note(self, now_s: float) -> Noted:
         """Returns where to note what happens now."""
-        noted = self._noted
+        noted = self._counts.noted
         if now_s >= self._until_s:
             self._shield(self.settle)
             self._until_s = math.floor(now_s) + 1.0
         elif len(noted.gaps_s) >= _MAX_GAPS or len(noted.ended) >= _MAX_ENDED:
             self._count()
-        return self._noted
+        return self._counts.noted
 
     def _count(self) -> None:
-        noted, self._noted = self._noted, Noted()
-        self._shield(self._counts.count, noted, self._tally)
+        noted, self._counts.noted = self._counts.noted, Noted()
+        self._shield(self._counts.count, noted)
         for record in noted.ended:
-            self._shield(self._counts.count_ended, record, self._tally)
+            self._shield(self._counts.count_ended, record)
 
     def _report_ended(self, record: CallRecord) -> None:
         call = ended_call(record)

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from ...core.config import GatewayConfig
 from ...core.ports import Clock
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
+from .call_counts import CallCounts
 from .call_feed import CallFeed, OnEnded
 from .calls.ended_call import log_ended, log_refused
 from .calls.slo import SloTargets
 from .calls.traces import CallTraces, open_traces
 from .metrics.metric_store import MetricStore
-from .metrics.metric_table import ALL
 from .metrics.prometheus import Exporter, full_prefix
 from .window.window import TelemetryWindow
 
 
-@dataclass(frozen=True, slots=True)
 class Telemetry:
     """`feed` receives every call; HTTP routes read `window` and `exporter`."""
 
-    feed: CallFeed
-    window: TelemetryWindow
-    exporter: Exporter
-    traces: CallTraces | None
-
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         config: GatewayConfig,
         model: str,
         engines: EngineTable,
@@ -39,22 +32,22 @@ class Telemetry:
         is_index_up: Callable[[], bool],
         num_queued: Callable[[], int],
         certificate_ends_s: Callable[[], Mapping[str, float]],
-    ) -> Telemetry:
+    ) -> None:
         """Raises StartupFailed if a package for what is configured is not installed."""
-        window = TelemetryWindow(clock)
-        store = MetricStore(ALL, full_prefix(config.metrics_prefix), model)
-        traces = None
+        self.window = TelemetryWindow(clock)
+        self.traces: CallTraces | None = None
         on_ended: list[OnEnded] = []
         if config.otlp_traces_endpoint is not None:
-            traces = open_traces(config.otlp_traces_endpoint, config.otlp_traces_ratio)
-            on_ended.append(traces.call_ended)
+            self.traces = open_traces(config.otlp_traces_endpoint, config.otlp_traces_ratio)
+            on_ended.append(self.traces.call_ended)
         if config.log_json:
             on_ended.append(log_ended)
         on_refused = [log_refused] if config.log_json else []
-        targets = SloTargets(config.slo_ttft_s, config.slo_tbt_s)
-        feed = CallFeed(clock, targets, window, store, on_refused, on_ended)
+        counts = CallCounts(SloTargets(config.slo_ttft_s, config.slo_tbt_s))
+        store = MetricStore(full_prefix(config.metrics_prefix), model)
+        self.feed = CallFeed(clock, counts, self.window, store, on_refused, on_ended)
         of_engines = (engines, view, clock, is_index_up, num_queued, certificate_ends_s)
-        return Telemetry(feed, window, Exporter(store, feed.settle, *of_engines), traces)
+        self.exporter = Exporter(store, self.feed.settle, *of_engines)
 
     async def close(self) -> None:
         """Count the last calls and send the last traces."""

@@ -25,7 +25,7 @@ from ...core.channels.channel import FrameSocket
 from ...core.channels.frames import BrokenStream
 from ...core.errors import BatonError, EngineFailed, StartupFailed
 from ...core.membership import Role as RoleName
-from ...core.ports import SystemClock, SystemEntropy
+from ...core.ports import Clock, Entropy
 from ...core.process.children import end_waits_on_time
 from ...core.process.collector import settle
 from ...core.process.logs import set_up_logging
@@ -136,12 +136,12 @@ def _serve(
     runner = ModelRunner(engine_config, report.on_progress, ranks.communicator)
     for note in runner.startup_notes:
         report.line(note)
-    clock, incarnation = SystemClock(), SystemEntropy().new_id()
+    clock, incarnation = Clock(), Entropy().new_id()
     generations = SharedGenerations(runner.kv.num_blocks, incarnation)
     if plan.name is RoleName.PREFILL:  # chunks are announced to pullers at their launch
         runner.count_steps(generations)
     parts = pool_parts(
-        runner, engine_config.tensor_parallel_size, incarnation, SystemEntropy(), ranks.hosts
+        runner, engine_config.tensor_parallel_size, incarnation, Entropy(), ranks.hosts
     )
     offered = contextlib.ExitStack()
     access = offered.enter_context(
@@ -188,7 +188,7 @@ def _serve(
         engine,
         puller,
         clock,
-        SystemEntropy(),
+        Entropy(),
         incarnation=incarnation,
         lease_s=node_config.lease_s,
     )

@@ -32,7 +32,7 @@ from ...core.engine_config import EngineConfig
 from ...core.errors import StartupFailed
 from ...core.membership import Directory, Member, Role
 from ...core.model_dir import resolve_model_dir
-from ...core.ports import SystemClock
+from ...core.ports import Clock
 from ...core.process import descriptors
 from ...core.process.event_loop import StopSignals, keep_running, show_turns
 from ...core.process.logs import print_line, set_up_logging
@@ -72,7 +72,7 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
     redis = RedisClient(cluster.redis_url, cluster.cluster, secret)
     sought = (Role.PREFILL,) if role is Role.DECODE else ()  # pullers dial, sources are dialled
     directory = KnownNodes(
-        RedisDirectory(redis), sought, partial(ask_members, secret, tls), secret, SystemClock()
+        RedisDirectory(redis), sought, partial(ask_members, secret, tls), secret, Clock()
     )
     supervisor = Supervisor(role, engine, node, secret, directory, RedisIndexLink(redis), tls)
     try:
@@ -153,7 +153,7 @@ class Supervisor:
             print_line(line if index is None else f"[{index}] {line}")
 
         on_change = self._health.changed.set
-        return EngineSlot(command, report, on_change, self._presence, SystemClock())
+        return EngineSlot(command, report, on_change, self._presence, Clock())
 
     async def _pass_members_on(self) -> None:
         """Send engines the directory's list: which engines to dial, and which may dial them."""
@@ -255,7 +255,7 @@ class Supervisor:
     @asynccontextmanager
     async def _presence(self, engine: EngineHandle) -> AsyncIterator[None]:
         """While it is alive, an engine is in the directory, and its cache in the prefix index."""
-        publisher = Publisher(engine.cache_journal, self._index, SystemClock())
+        publisher = Publisher(engine.cache_journal, self._index, Clock())
         publishing = asyncio.create_task(keep_running("the prefix index", publisher.run))
         engine.send(engine_pb2.EngineInput(members=self._members))
         await self._directory.announce(self._member(engine), ENTRY_TTL_S)

@@ -20,6 +20,7 @@ from aiohttp import web
 
 from baton.core.errors import BatonError, EngineFailed, RateLimited
 from baton.core.membership import Member, Role
+from baton.core.ports import Clock
 from baton.core.request.request import FinishReason
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.timeline import Event, Stamp
@@ -33,11 +34,11 @@ from baton.gateway.http.dashboard.snapshot import EngineRoster, SnapshotFeed
 from baton.gateway.request.engine_link import Avoid, Demand, MustWait, TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.security.caller import Caller
+from baton.gateway.telemetry.call_counts import CallCounts
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import CallRecord
 from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics.metric_store import MetricStore
-from baton.gateway.telemetry.metrics.metric_table import ALL
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.prefix_index.mirror import PrefixMirror
@@ -54,7 +55,7 @@ def running_s() -> float:
     return time.monotonic() + 10_000
 
 
-class TravelClock:
+class TravelClock(Clock):
     """Real time, unless `at_s` is set."""
 
     def __init__(self) -> None:
@@ -77,8 +78,8 @@ class SyntheticGateway:
         self.clock = TravelClock()
         self.clock.at_s = running_s() - 3700
         self.window = TelemetryWindow(self.clock)
-        targets, store = SloTargets(0.5, 0.05), MetricStore(ALL, "baton_", model)
-        self.calls = CallFeed(self.clock, targets, self.window, store)
+        targets, store = SloTargets(0.5, 0.05), MetricStore("baton_", model)
+        self.calls = CallFeed(self.clock, CallCounts(targets), self.window, store)
         self.clock.at_s = None
         self.table = EngineTable(PrefixMirror(self.clock))
         self.members: dict[str, Member] = {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from baton.core.ports import Clock, Entropy
 
-class FakeClock:
+
+class FakeClock(Clock):
     """A clock that stands still until it is advanced. Wall time starts at 2000-01-01 and keeps
     step."""
 
@@ -29,7 +31,7 @@ class TickingClock(FakeClock):
         return super().monotonic_s()
 
 
-class FakeEntropy:
+class FakeEntropy(Entropy):
     """Counts instead of drawing. `node` separates the identifiers of several fakes."""
 
     def __init__(self, node: int = 0) -> None:

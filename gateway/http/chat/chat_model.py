@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from ....core.errors import InvalidRequest
-from ....core.ports import Entropy, SystemEntropy
+from ....core.ports import Entropy
 from ...admission.front_door import FrontDoor
 from ...validation.served_model import ModelLimits, ServedModel
 from ..generate.structured import SamplingFields, constraint_of, lark_of
@@ -51,7 +51,7 @@ class ChatModel:
             begin_id, end_id = map(model.tokenizer.token_id, (reasoning.begin, reasoning.end))
             if begin_id is not None and end_id is not None:
                 grammar = ReasoningGrammar(begin_id, end_id, model.eos_token_ids)
-        return cls(template, tool_format, SystemEntropy(), reasoning, grammar)
+        return cls(template, tool_format, Entropy(), reasoning, grammar)
 
 
 CHAT_MODEL = web.AppKey("chat_model", ChatModel)

@@ -65,7 +65,6 @@ FEED = web.AppKey("feed", SnapshotFeed)
 
 
 def feed_of(parts: AppState, clock: Clock) -> SnapshotFeed:
-    """The feed of one gateway's page."""
 
     def about() -> dict[str, Any]:
         return {
@@ -97,7 +96,6 @@ def add_dashboard(app: web.Application, feed: SnapshotFeed) -> None:
 
 @ROUTES.get("/dashboard")
 async def page(request: web.Request) -> web.Response:
-    """The live page."""
     return _file(request, static_files()["index.html"], _PAGE_HEADERS)
 
 
@@ -109,7 +107,6 @@ async def page_with_slash(request: web.Request) -> web.Response:
 
 @ROUTES.get("/dashboard/{path:.+}")
 async def file(request: web.Request) -> web.Response:
-    """One of the page's files."""
     found = static_files().get(request.match_info["path"])
     if found is None:
         raise web.HTTPNotFound
@@ -120,7 +117,7 @@ async def file(request: web.Request) -> web.Response:
 async def snapshot(request: web.Request) -> web.Response:
     """The whole snapshot for the targets `ttft_ms` and `tbt_ms`, at most a second old; with
     `span_s=3600` of the last hour."""
-    data = request.app[FEED].whole(_view(request))
+    data = request.app[FEED].data(_view(request))
     response = web.Response(body=data, content_type="application/json", headers=_DATA_HEADERS)
     response.enable_compression()
     return response

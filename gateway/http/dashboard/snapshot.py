@@ -11,7 +11,7 @@ import asyncio
 import json
 import math
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,13 +65,13 @@ class SnapshotFeed:
     _scope: Callable[[], dict[str, Any]]
     num_viewers: int = 0
     _number: int = 0
-    _previous_unix_s: float = 0.0
-    _now_unix_s: float = field(init=False)
+    _previous_s: float = 0.0
+    _now_s: float = field(init=False)
     _made: dict[tuple[View, bool], bytes] = field(default_factory=dict)
     _ticked: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self._now_unix_s = self._window.now_unix_s
+        self._now_s = self._window.now_s()
 
     async def run(self) -> None:
         """Tick once a second, even without viewers: the roster must not miss any engine."""
@@ -82,16 +82,12 @@ class SnapshotFeed:
 
     def tick(self) -> None:
         """Update the roster, discard the snapshots made for the last tick, and wake the viewers."""
-        self._previous_unix_s, self._now_unix_s = self._now_unix_s, self._window.now_unix_s
-        self._roster.look(self._now_unix_s)
+        self._previous_s, self._now_s = self._now_s, self._window.now_s()
+        self._roster.look(self._window.to_unix_s(self._now_s))
         self._number += 1
         self._made.clear()
         self._ticked.set()
         self._ticked = asyncio.Event()
-
-    def whole(self, view: View) -> bytes:
-        """Everything of the window, at most a second old."""
-        return self._make(view, is_whole=True)
 
     async def follow(self, view: View) -> AsyncIterator[Update]:
         """A whole snapshot, then an update per tick, or a whole one again after a missed tick."""
@@ -100,11 +96,12 @@ class SnapshotFeed:
             is_whole = sent != self._number - 1
             kind = "snapshot" if is_whole else "update"
             sent, ticked = self._number, self._ticked
-            yield Update(sent, kind, self._make(view, is_whole=is_whole))
+            yield Update(sent, kind, self.data(view, is_whole=is_whole))
             if sent == self._number:
                 await ticked.wait()
 
-    def _make(self, view: View, *, is_whole: bool) -> bytes:
+    def data(self, view: View, *, is_whole: bool = True) -> bytes:
+        """Everything of the window, at most a second old, or what came since the last tick."""
         made = self._made.get((view, is_whole))
         if made is None:
             made = json.dumps(self._snapshot(view, is_whole), separators=(",", ":")).encode()
@@ -112,11 +109,10 @@ class SnapshotFeed:
         return made
 
     def _snapshot(self, view: View, is_whole: bool) -> dict[str, Any]:
-        since_unix_s = None if is_whole else self._previous_unix_s
         snapshot = window_snapshot(
             self._window,
             view.targets,
-            since_unix_s,
+            None if is_whole else self._previous_s,
             of_hour=view.of_hour,
             num_again=0 if view.of_hour else _ROWS_AGAIN,
         )
@@ -181,22 +177,22 @@ class _Seen:
     state: str
     since_unix_s: float
     restarts: int = 0
-    looks: deque[dict[str, int]] = field(default_factory=lambda: deque(maxlen=_HITS_OVER))
+    looks: deque[Counter[str]] = field(default_factory=lambda: deque(maxlen=_HITS_OVER))
 
-    def _growth(self, num_looks: int, *names: str) -> list[int]:
-        """By how much these counters grew over the last looks."""
+    def _growth(self, num_looks: int) -> Counter[str]:
+        """By how much its counters grew over the last looks."""
         if not self.looks:
-            return [0] * len(names)
-        first, last = self.looks[-min(num_looks, len(self.looks))], self.looks[-1]
-        return [last[name] - first[name] for name in names]
+            return Counter()
+        return self.looks[-1] - self.looks[-min(num_looks, len(self.looks))]
 
     @property
     def draft_means(self) -> tuple[float, float] | None:
         """Mean numbers of drafted and of accepted tokens in the last steps of sequences with
         drafts; None: there were no such steps."""
-        names = ("num_drafts", "num_draft_tokens", "accepted_drafts")
-        steps, drafted, accepted = self._growth(_KEPT_OVER, *names)
-        return (drafted / steps, accepted / steps) if steps > 0 else None
+        grown = self._growth(_KEPT_OVER)
+        if not (steps := grown["num_drafts"]):
+            return None
+        return grown["num_draft_tokens"] / steps, grown["accepted_drafts"] / steps
 
     @property
     def hit_tokens(self) -> dict[str, int] | None:
@@ -204,23 +200,23 @@ class _Seen:
         engine counts fetched blocks as device hits once they are used; None: nothing is known."""
         if not self.looks:
             return None
-        names = ("prefix_query_tokens", "prefix_hit_tokens", "host_hit_tokens", "fetched_blocks")
-        grown = (max(0, number) for number in self._growth(_HITS_OVER, *names))
-        queried, hit, host, fetched_blocks = grown
-        device = max(0, hit - host - fetched_blocks * self.member.block_size)
+        grown = self._growth(_HITS_OVER)
+        hit, host = grown["prefix_hit_tokens"], grown["host_hit_tokens"]
+        device = max(0, hit - host - grown["fetched_blocks"] * self.member.block_size)
         return {
             "device": device,
             "host": host,
             "fetched": hit - host - device,
-            "missed": max(0, queried - hit),
+            "missed": max(0, grown["prefix_query_tokens"] - hit),
         }
 
     @property
     def kept_share(self) -> float | None:
         """The share of the last steps with decodes and a promised step time that kept it; None:
         there were no such steps."""
-        steps, kept = self._growth(_KEPT_OVER, "num_promised_steps", "num_kept_steps")
-        return kept / steps if steps > 0 else None
+        grown = self._growth(_KEPT_OVER)
+        steps = grown["num_promised_steps"]
+        return grown["num_kept_steps"] / steps if steps else None
 
 
 @dataclass(eq=False)
@@ -232,7 +228,8 @@ class EngineRoster:
             └──────link up── unlinked ──out of the directory──► gone
     An engine that is gone stays listed until one of its name is back, or for an hour: a page must
     not lose an engine silently. `_members`: every engine that is in the directory or linked;
-    `_is_starting`: whether an engine has sent its Welcome, but no heartbeat yet.
+    `_is_starting`: whether an engine has sent its Welcome, but no heartbeat yet. `plans`: those
+    chosen lately.
     """
 
     _table: EngineTable
@@ -259,8 +256,9 @@ class EngineRoster:
                 seen.looks.clear()  # its counters are not known
             else:
                 counters = engine.load.counters
-                counted = {name: getattr(counters, name) for name in _COUNTED}
-                seen.looks.append(counted | {"accepted_drafts": sum(counters.accepted_drafts)})
+                look = Counter({name: getattr(counters, name) for name in _COUNTED})
+                look["accepted_drafts"] = sum(counters.accepted_drafts)
+                seen.looks.append(look)
         self._join_restarted()
         self._forget_old(now_unix_s)
 

@@ -25,7 +25,7 @@ class CallRecord:
     the samples that finished; else `error` is what ended the call, and `unfinished_run` the state
     of its first sample then. `num_computed_tokens`: of all samples, including those that `best_of`
     left out. `lookup_s`: duration of the look-up in the prefix index. `prompt`: only with
-    --log-prompts.
+    --log-prompts. `ended_s`: set when it has ended.
     """
 
     call_id: str
@@ -43,7 +43,7 @@ class CallRecord:
     error: BatonError | None = None
     unfinished_run: UnfinishedRun | None = None
     num_computed_tokens: int = 0
-    ended_s: float | None = None
+    ended_s: float = 0.0
 
     @property
     def prompt_tokens(self) -> int:
@@ -68,12 +68,6 @@ class CallRecord:
     def tpots_s(self) -> list[float]:
         """Time per output token, of each sample with at least two tokens."""
         return [tpot_s for tpot_s in map(_tpot_s, self.token_times) if tpot_s is not None]
-
-    @property
-    def end_s(self) -> float:
-        """The end of an ended call."""
-        assert self.ended_s is not None, "the call still runs"
-        return self.ended_s
 
     def unix_ns(self, at_s: float) -> int:
         """Converts a time of the monotonic clock to the wall clock."""

@@ -84,22 +84,15 @@ class EndedCall(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-STAGES = (
-    "gateway_queue",
-    "prefill_queue",
-    "prefill",
-    "kv_transfer",
-    "decode_queue",
-    "first_decode",
-)
-_BOUNDS = (
-    Event.ARRIVED,
-    Event.ROUTED,
-    Event.PREFILL_STARTED,
-    Event.FIRST_TOKEN,
-    Event.TRANSFER_ENDED,
-    Event.DECODE_STARTED,
-)
+_BEGINS = {  # the stages by the event that begins them
+    "gateway_queue": Event.ARRIVED,
+    "prefill_queue": Event.ROUTED,
+    "prefill": Event.PREFILL_STARTED,
+    "kv_transfer": Event.FIRST_TOKEN,
+    "decode_queue": Event.TRANSFER_ENDED,
+    "first_decode": Event.DECODE_STARTED,
+}
+STAGES = tuple(_BEGINS)
 
 
 def times_of(timeline: Sequence[Stamp]) -> dict[Event, int]:
@@ -124,13 +117,11 @@ def stage_seconds(
     `gateway_queue` ends when the call is routed for the first time."""
     times = times_of(timeline)
     routed_ns = next((stamp.unix_ns for stamp in timeline if stamp.event is Event.ROUTED), None)
-    bounds_ns = [times.get(event) for event in _BOUNDS] + [second_token_ns]
+    begins_ns = {name: times.get(event) for name, event in _BEGINS.items()}
     if attempts == 1:
-        bounds_ns[_BOUNDS.index(Event.ROUTED)] = routed_ns
-    found = {
-        name: _seconds(start_ns, end_ns)
-        for name, start_ns, end_ns in zip(STAGES, bounds_ns[:-1], bounds_ns[1:], strict=True)
-    }
+        begins_ns["prefill_queue"] = routed_ns
+    ends_ns = [*begins_ns.values(), second_token_ns][1:]
+    found = dict(zip(STAGES, map(_seconds, begins_ns.values(), ends_ns), strict=True))
     found["gateway_queue"] = _seconds(times.get(Event.ARRIVED), routed_ns)
     return {name: seconds for name, seconds in found.items() if seconds is not None}
 
@@ -152,9 +143,9 @@ def ended_call(record: CallRecord) -> EndedCall:
         output_tokens=record.num_delivered_tokens,
         attempts=max((result.attempts for result in results), default=0),
         max_gap_s=max(map(_max_gap_s, record.token_times), default=0.0),
-        e2e_s=record.end_s - record.arrived_s,
+        e2e_s=record.ended_s - record.arrived_s,
         arrived_unix_s=record.arrived_unix_ns / 1e9,
-        ended_unix_s=record.unix_ns(record.end_s) / 1e9,
+        ended_unix_s=record.unix_ns(record.ended_s) / 1e9,
         ttft_s=min(firsts) - record.arrived_s if firsts else None,
         tpot_s=tpots_s[0] if tpots_s else None,
         prefill_node=run.prefill_node if run else None,

@@ -69,11 +69,4 @@ class Judged:
 
 
 def _sample(calls: list[JudgedCall], most: int, chance: random.Random) -> list[JudgedCall]:
-    """Draws the calls to keep or those to drop, whichever are fewer: mostly a few of 200."""
-    if most >= len(calls):
-        return calls
-    left, num_drawn = list(calls), min(most, len(calls) - most)
-    for index in range(num_drawn):
-        drawn = index + int(chance.random() * (len(left) - index))
-        left[index], left[drawn] = left[drawn], left[index]
-    return left[:most] if num_drawn == most else left[num_drawn:]
+    return calls if most >= len(calls) else chance.sample(calls, most)

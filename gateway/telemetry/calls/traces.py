@@ -148,7 +148,7 @@ class CallTraces:
             self._mark(span, error)
         if run := record.run:
             self._stages(trace.set_span_in_context(span), run, error)
-        span.end(record.unix_ns(record.end_s))
+        span.end(record.unix_ns(record.ended_s))
 
     def _stages(self, parent: Any, run: RequestResult | UnfinishedRun, error: str | None) -> None:
         times = times_of(run.timeline)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from .metric_table import Metric
+from .metric_table import ALL, Metric
 from .tally import Histogram, Tally
 
 MAX_CHILDREN = 300
@@ -21,16 +21,15 @@ Labels: TypeAlias = tuple[str, ...]
 
 
 class MetricStore(Collector):
-    """Values of a fixed set of metrics, whose names get `prefix`. One thread writes and reads,
+    """Values of all metrics, whose names get `prefix`. One thread writes and reads,
     without a lock. A metric has at most MAX_CHILDREN label sets; further ones count as "other"."""
 
-    def __init__(self, metrics: Iterable[Metric], prefix: str, model_name: str) -> None:
-        self._metrics = tuple(metrics)
+    def __init__(self, prefix: str, model_name: str) -> None:
         self._prefix = prefix
         self._model_name = model_name
-        self._numbers: dict[str, dict[Labels, float]] = {m.name: {} for m in self._metrics}
-        self._histograms: dict[str, dict[Labels, Histogram]] = {m.name: {} for m in self._metrics}
-        for metric in self._metrics:
+        self._numbers: dict[str, dict[Labels, float]] = {m.name: {} for m in ALL}
+        self._histograms: dict[str, dict[Labels, Histogram]] = {m.name: {} for m in ALL}
+        for metric in ALL:
             if metric.buckets and not metric.labels:
                 self._histograms[metric.name][()] = Histogram()
             elif metric.kind == "counter":
@@ -38,7 +37,6 @@ class MetricStore(Collector):
                 self._numbers[metric.name] = dict.fromkeys(begun, 0.0)
 
     def take(self, tally: Tally) -> None:
-        """Add a tally."""
         for (name, *labels), number in tally.counts.items():
             if name in self._numbers:
                 _add(self._numbers[name], tuple(labels), number)
@@ -48,7 +46,6 @@ class MetricStore(Collector):
             child.add(histogram.counts, histogram.total)
 
     def add(self, metric: Metric, *labels: str, value: float = 1) -> None:
-        """Add to a counter."""
         _add(self._numbers[metric.name], labels, value)
 
     def set(self, metric: Metric, *labels: str, value: float) -> None:
@@ -65,7 +62,7 @@ class MetricStore(Collector):
                     del children[values]
 
     def collect(self) -> Iterator[Family]:
-        for metric in self._metrics:
+        for metric in ALL:
             labels = ("model_name", *metric.labels)
             name = self._prefix + metric.name
             if metric.buckets:

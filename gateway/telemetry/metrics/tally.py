@@ -7,14 +7,13 @@ exact within 1 %, and Prometheus' buckets are sums of these buckets. Knows no ti
 from __future__ import annotations
 
 import math
-from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from ..calls.ended_call import EndedCall
 from ..calls.slo import Judged
@@ -46,68 +45,39 @@ def middle(bucket: int) -> float:
     return math.sqrt(BOUNDS[bucket - 1] * BOUNDS[bucket])
 
 
-class PackedCounts(NamedTuple):
-    """The counts of a histogram that is rarely read, in an eighth of a dict's memory."""
-
-    buckets: array[int]
-    numbers: array[int]
-
-    def items(self) -> Iterable[tuple[int, int]]:
-        return zip(self.buckets, self.numbers, strict=True)
-
-
 @dataclass(slots=True)
 class Histogram:
-    """`counts`: by bucket, without empty ones; `total`: the exact sum of the samples."""
+    """`counts`: by bucket; `total`: the exact sum of the samples."""
 
-    counts: dict[int, int] | PackedCounts = field(default_factory=dict)
-    num_samples: int = 0
+    counts: Counter[int] = field(default_factory=Counter)
     total: float = 0.0
 
+    @property
+    def num_samples(self) -> int:
+        return self.counts.total()
+
     def observe(self, value: float) -> None:
-        self.add({bucket_of(value): 1}, value)
+        self.counts[bucket_of(value)] += 1
+        self.total += value
 
-    def add(self, counts: dict[int, int] | PackedCounts, total: float) -> None:
+    def add(self, counts: Mapping[int, int], total: float) -> None:
         """Add samples: their number by bucket, and their sum."""
-        own = self._unpacked()
-        for bucket, count in counts.items():
-            own[bucket] = own.get(bucket, 0) + count
-            self.num_samples += count
+        self.counts.update(counts)
         self.total += total
-
-    def in_order(self) -> list[tuple[int, int]]:
-        """(bucket, count) pairs, ascending."""
-        return sorted(self.counts.items())
-
-    def pack(self) -> None:
-        """Use little memory until more is added."""
-        ordered = self.in_order()
-        buckets, numbers = array("H", [b for b, _ in ordered]), array("Q", [n for _, n in ordered])
-        self.counts = PackedCounts(buckets, numbers)
-
-    def _unpacked(self) -> dict[int, int]:
-        if isinstance(self.counts, PackedCounts):
-            self.counts = dict(self.counts.items())
-        return self.counts
 
     def subtract(self, other: Histogram) -> None:
         """Remove samples that were added to both."""
-        own = self._unpacked()
-        for bucket, count in other.counts.items():
-            own[bucket] -= count
-            if not own[bucket]:
-                del own[bucket]
-        self.num_samples -= other.num_samples
-        self.total = self.total - other.total if self.num_samples else 0.0  # rounding ends here
+        self.counts -= other.counts
+        self.total = self.total - other.total if self.counts else 0.0  # rounding ends here
 
     def percentiles(self, *qs: float) -> list[float | None]:
         """Nearest-rank percentiles, `qs` ascending in (0, 100]; without samples each is None."""
-        if not self.num_samples:
+        if not (num_samples := self.num_samples):
             return [None] * len(qs)
-        ranks = [max(1, math.ceil(q / 100 * self.num_samples)) for q in qs]
+        ranks = [max(1, math.ceil(q / 100 * num_samples)) for q in qs]
         found: list[float | None] = []
         seen = 0
-        for bucket, count in self.in_order():
+        for bucket, count in sorted(self.counts.items()):
             seen += count
             while len(found) < len(ranks) and ranks[len(found)] <= seen:
                 found.append(middle(bucket))
@@ -123,7 +93,7 @@ class Histogram:
 
     @property
     def mean(self) -> float | None:
-        return self.total / self.num_samples if self.num_samples else None
+        return self.total / self.num_samples if self.counts else None
 
 
 @dataclass(slots=True)
@@ -161,20 +131,12 @@ class Tally:
         if other.judged.number:
             self.judged = self.judged.joined(other.judged)
 
-    def pack(self) -> None:
-        """Use little memory, until more is added."""
-        for histogram in self.histograms.values():
-            histogram.pack()
-
     def subtract(self, other: Tally) -> None:
         """Remove counts and histograms that were added to both."""
-        for key, number in other.counts.items():
-            self.counts[key] -= number
-            if not self.counts[key]:
-                del self.counts[key]
+        self.counts -= other.counts
         for key, histogram in other.histograms.items():
             self.histograms[key].subtract(histogram)
-            if not self.histograms[key].num_samples:
+            if not self.histograms[key].counts:
                 del self.histograms[key]
 
     def histogram(self, metric: Metric, *labels: str) -> Histogram:

@@ -1,7 +1,7 @@
 """The messages with which gateways share their windows: MessagePack, compressed by zlib. Any
 invalid message raises BadRow and no other error.
 
-    GatewayState   the state of a gateway now, and the last second whose rows can be read
+    GatewayState   the state of a gateway now
     RowMessage     one row of one gateway: counts, histograms, a sample for SLOs, calls to list
 Seconds are of Redis' clock, which all gateways share. A row names its buckets (metrics/tally.py):
 only gateways with equal buckets add it up.
@@ -39,13 +39,12 @@ class BadRow(Exception):
     """Not a message of a gateway's window; the text is why."""
 
 
-class GatewayState(msgspec.Struct, frozen=True, array_like=True, tag="gateway 1"):
-    """`through`: the last second whose rows were written; rates are of the last whole seconds."""
+class GatewayState(msgspec.Struct, frozen=True, array_like=True, tag="gateway 2"):
+    """Rates are of the last whole seconds."""
 
     gateway: HexId
     name: Text
     version: Text
-    through: Count
     num_running: Count
     began_per_s: _Number
     output_tokens_per_s: _Number
@@ -88,9 +87,12 @@ def pack_state(state: GatewayState) -> bytes:
     return zlib.compress(_encode(state), _LEVEL)
 
 
-def unpack_state(packed: bytes) -> GatewayState:
-    """Raises BadRow."""
-    return _unpack(packed, _states)
+def unpack_state(packed: bytes, gateway: str) -> GatewayState:
+    """The state of this gateway; raises BadRow."""
+    state = _unpack(packed, _states)
+    if state.gateway != gateway:
+        raise BadRow("another gateway's")
+    return state
 
 
 def pack_row(key: RowKey, unix_s: float, row: Tally) -> bytes:
@@ -102,7 +104,7 @@ def pack_row(key: RowKey, unix_s: float, row: Tally) -> bytes:
             unix_s=unix_s,
             counts=row.counts,
             histograms={
-                name: (histogram.total, dict(histogram.in_order()))
+                name: (histogram.total, histogram.counts)
                 for name, histogram in row.histograms.items()
             },
             num_judged=row.judged.number,
@@ -115,8 +117,8 @@ def pack_row(key: RowKey, unix_s: float, row: Tally) -> bytes:
     return b""
 
 
-def unpack_row(packed: bytes, key: RowKey) -> tuple[RowMessage, Tally]:
-    """The row that was read at this key; raises BadRow."""
+def unpack_row(packed: bytes, key: RowKey) -> tuple[float, Tally]:
+    """The row that was read at this key, after its begin by its writer's clock; raises BadRow."""
     message = _unpack(packed, _rows)
     if message.key != key:
         raise BadRow("another row's")
@@ -124,14 +126,14 @@ def unpack_row(packed: bytes, key: RowKey) -> tuple[RowMessage, Tally]:
         raise BadRow("histograms with other buckets: another version")
     if not bool(message.num_judged) <= len(message.judged) <= message.num_judged:
         raise BadRow("more calls than there were, or none of them")
-    tally = Tally(judged=Judged(message.num_judged, message.judged))
+    tally = Tally(judged=Judged(message.num_judged, message.judged), ended=message.recent)
     for name, number in message.counts.items():
         _check(name, is_histogram=False)
         tally.counts[name] = number
     for name, (total, counts) in message.histograms.items():
         _check(name, is_histogram=True)
         tally.histograms[name].add(counts, total)
-    return message, tally
+    return message.unix_s, tally
 
 
 def _unpack(packed: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:

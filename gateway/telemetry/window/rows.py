@@ -12,8 +12,6 @@ from collections.abc import Collection
 
 from ..metrics.tally import Tally
 
-_STILL_GROWING = 5  # newest rows, to which other gateways' rows may still be added
-
 
 class Rows:
     """`rows`: by number, without empty ones; row n is [n, n + 1) * `row_s`. `total`: read only."""
@@ -25,7 +23,6 @@ class Rows:
         self.total = Tally()
         self._metrics = metrics
         self._oldest: int | None = None  # row number of the span
-        self._growing: set[int] = set()  # rows that are not packed
 
     def add(self, second: int, tally: Tally) -> None:
         """Add a tally to the row that contains this second."""
@@ -34,7 +31,6 @@ class Rows:
             return
         self.rows.setdefault(number, Tally()).join(tally, self._metrics)
         self.total.add(tally, self._metrics)
-        self._growing.add(number)
 
     def expire(self, second: int) -> None:
         """Drop the rows that are older than the span, as of this second."""
@@ -44,8 +40,3 @@ class Rows:
         self._oldest = oldest
         for number in [number for number in self.rows if number < oldest]:
             self.total.subtract(self.rows.pop(number))
-        whole = second // self.row_s - _STILL_GROWING
-        for number in [number for number in self._growing if number <= whole]:
-            self._growing.discard(number)
-            if number in self.rows:
-                self.rows[number].pack()

@@ -29,7 +29,6 @@ HEATMAP_EDGES_S = [
     10 ** (row / _ROWS_PER_DECADE)
     for row in range(_LOWEST_DECADE * _ROWS_PER_DECADE, _HIGHEST_DECADE * _ROWS_PER_DECADE + 1)
 ]
-_US = 1_000_000
 _SERIES_COUNTS = (
     *("began", "failed", "prompt_tokens", "finished_prompt_tokens", "cached_tokens"),
     "output_tokens",
@@ -42,25 +41,24 @@ _EMPTY = Tally()
 def window_snapshot(
     window: TelemetryWindow,
     targets: SloTargets,
-    since_unix_s: float | None = None,
+    since_s: float | None = None,
     *,
     of_hour: bool = False,
     num_again: int = 0,
 ) -> dict[str, Any]:
     """The whole window, for JSON; the schema is in docs/dashboard.md.
 
-    `since_unix_s`: only series and recent calls after this time, for a page that has the earlier
-    ones; pass the last snapshot's `now_unix_s`. `num_again`: rows before it to repeat, since
-    another gateway's rows may have been late. `of_hour`: the last hour, in longer rows.
+    `since_s`: only series and recent calls after this time of the window's clock, for a page that
+    has the earlier ones. `num_again`: rows before it to repeat, since another gateway's rows may
+    have been late. `of_hour`: the last hour, in longer rows.
     """
-    span = window.last_hour if of_hour else window.last_minutes
+    span = window.rows(of_hour=of_hour)
     total = span.total
-    now_us = window.now_us()
-    now = now_us // _US
-    since_us = None if since_unix_s is None else window.from_unix_s(since_unix_s)
+    now_s = window.now_s()
+    now = int(now_s)
     return {
         "version": VERSION,
-        "now_unix_s": window.to_unix_s(now_us),
+        "now_unix_s": window.to_unix_s(now_s),
         "span_s": span.span_s,
         "row_s": span.row_s,
         "covered_s": window.covered_s(span),
@@ -74,16 +72,16 @@ def window_snapshot(
         "slo": _slo(span, window.covered_s(span), targets),
         "prefix": _prefix(total),
         "transfers": _transfers(total),
-        **_columns(window, span, now, since_us, num_again),
+        **_columns(window, span, now, since_s, num_again),
         "recent": [
             msgspec.to_builtins(call)
-            for added_us, call in sorted(window.recent, key=_ended_unix_s, reverse=True)
-            if since_us is None or added_us > since_us
+            for added_s, call in sorted(window.recent, key=_ended_unix_s, reverse=True)
+            if since_s is None or added_s > since_s
         ],
     }
 
 
-def _ended_unix_s(recent: tuple[int, EndedCall]) -> float:
+def _ended_unix_s(recent: tuple[float, EndedCall]) -> float:
     return recent[1].ended_unix_s
 
 
@@ -91,15 +89,15 @@ def _columns(
     window: TelemetryWindow,
     span: Rows,
     now: int,
-    since_us: int | None,
+    since_s: float | None,
     num_again: int,
 ) -> dict[str, Any]:
     """Series and heat maps of the rows that include all gateways."""
     row_s, offset_s = span.row_s, window.to_unix_s(0)
     first = max(now - span.span_s, math.floor(window.began_s))
     numbers = range(first // row_s, (now - window.lag_s) // row_s)
-    if since_us is not None:
-        behind = (since_us // _US - window.lag_s) // row_s - num_again
+    if since_s is not None:
+        behind = (int(since_s) - window.lag_s) // row_s - num_again
         numbers = range(max(numbers.start, behind), numbers.stop)
     times = [number * row_s + offset_s for number in numbers]
     rows = [span.rows.get(number, _EMPTY) for number in numbers]
@@ -127,7 +125,7 @@ def _slo(span: Rows, covered_s: float, targets: SloTargets) -> dict[str, float |
 
 def _rates(window: TelemetryWindow, now: int) -> dict[str, float]:
     """Rates per second, over the last whole seconds."""
-    span = window.last_minutes
+    span = window.rows()
     over_s = min(RATE_SPAN_S, int(window.covered_s(span)))
     found: Counter[str] = Counter()
     for number in range(now - window.lag_s - over_s, now - window.lag_s):
@@ -192,7 +190,7 @@ def _heatmaps(times: list[float], rows: list[Tally]) -> dict[str, Any]:
         found[name] = []
         for t_unix_s, row in zip(times, rows, strict=True):
             by_row: Counter[int] = Counter()
-            for bucket, count in row.histogram(LATENCIES[name]).in_order():
+            for bucket, count in row.histogram(LATENCIES[name]).counts.items():
                 by_row[_row_of(bucket)] += count
             if by_row:
                 cells = [value for cell in sorted(by_row.items()) for value in cell]

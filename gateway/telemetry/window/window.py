@@ -10,7 +10,7 @@ names in results. snapshot.py renders the window as JSON, window_share.py exchan
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ....core.errors import Cancelled
 from ....core.ports import Clock
@@ -30,13 +30,21 @@ LATENCIES = {
     "tpot": table.TPOT,
     "e2e": table.E2E,
 }
+_COUNTS = {
+    "began": table.BEGAN,
+    "finished": table.SUCCESSES,
+    "refused": table.REJECTIONS,
+    "retries": table.RETRIES,
+    "prompt_tokens": table.PROMPT_TOKENS,
+    "finished_prompt_tokens": table.FINISHED_PROMPT_TOKENS,
+    "cached_tokens": table.CACHED_TOKENS,
+    "output_tokens": table.OUTPUT_TOKENS,
+    "coalesced_tokens": table.COALESCED_TOKENS,
+}
 KEPT = {
     metric.name: metric
     for metric in (
-        *LATENCIES.values(),
-        *(table.BEGAN, table.SUCCESSES, table.FAILURES, table.REJECTIONS, table.RETRIES),
-        *(table.PROMPT_TOKENS, table.FINISHED_PROMPT_TOKENS, table.CACHED_TOKENS),
-        *(table.PULLER_CACHED_TOKENS, table.OUTPUT_TOKENS, table.COALESCED_TOKENS),
+        *(*LATENCIES.values(), *_COUNTS.values(), table.FAILURES, table.PULLER_CACHED_TOKENS),
         *(table.STAGE, table.KV_SECONDS, table.KV_BYTES),
     )
 }
@@ -59,11 +67,11 @@ class TelemetryWindow:
         self.settle: Callable[[], None] = lambda: None  # set by the CallFeed
         self._clock = clock
         self.began_s = clock.monotonic_s()
-        self._unix_offset_us = clock.unix_ns() // 1000 - microseconds(self.began_s)
+        self._unix_offset_s = clock.unix_ns() / 1e9 - self.began_s
         self._last_minutes = Rows(1, span_s, KEPT)
         self._last_hour = Rows(HOUR_ROW_S, HOUR_S, KEPT)
-        # Calls with the time at which they were counted here, or received (`now_us`).
-        self.recent: deque[tuple[int, EndedCall]] = deque(maxlen=max_recent)
+        # Calls with the time at which they were counted here, or received.
+        self.recent: deque[tuple[float, EndedCall]] = deque(maxlen=max_recent)
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -71,9 +79,7 @@ class TelemetryWindow:
         """Add the tally of this gateway for this second, or for a part of it."""
         if not (tally.counts or tally.histograms):
             return
-        self._add((self._last_minutes, self._last_hour), number, tally)
-        now_us = self.now_us()
-        self.recent.extend((now_us, call) for call in tally.ended)
+        self._add(number, 1, tally)
         if self.outbox is not None:
             own = self.outbox.setdefault(number, Tally())
             own.join(tally, KEPT)
@@ -81,56 +87,38 @@ class TelemetryWindow:
             if len(self.outbox) > SPAN_S:
                 del self.outbox[next(iter(self.outbox))]
 
-    def merge(self, number: int, row_s: int, row: Tally, ended: Iterable[EndedCall] = ()) -> None:
+    def merge(self, number: int, row_s: int, row: Tally) -> None:
         """Add another gateway's row, of 1 s or HOUR_ROW_S, that begins at this second."""
         self.began_s = min(self.began_s, number)
-        spans = (self._last_minutes, self._last_hour) if row_s == 1 else (self._last_hour,)
-        self._add(spans, number, row)
-        now_us = self.now_us()
-        self.recent.extend((now_us, call) for call in ended)
+        self._add(number, row_s, row)
 
-    def _add(self, spans: Iterable[Rows], number: int, tally: Tally) -> None:
-        now = int(self._clock.monotonic_s())
-        for rows in spans:
-            rows.expire(now)
-            rows.add(number, tally)
+    def _add(self, number: int, row_s: int, tally: Tally) -> None:
+        now_s = self.now_s()
+        for rows in (self._last_minutes, self._last_hour):
+            if row_s <= rows.row_s:
+                rows.expire(int(now_s))
+                rows.add(number, tally)
+        self.recent.extend((now_s, call) for call in tally.ended)
 
     # --- reading ----------------------------------------------------------------------------------
 
-    @property
-    def last_minutes(self) -> Rows:
-        """As of now."""
-        return self._as_of_now(self._last_minutes)
-
-    @property
-    def last_hour(self) -> Rows:
-        """As of now."""
-        return self._as_of_now(self._last_hour)
-
-    def _as_of_now(self, rows: Rows) -> Rows:
+    def rows(self, *, of_hour: bool = False) -> Rows:
+        """Those of the last minutes or of the last hour, as of now."""
         self.settle()
-        rows.expire(int(self._clock.monotonic_s()))
+        rows = self._last_hour if of_hour else self._last_minutes
+        rows.expire(int(self.now_s()))
         return rows
 
     def covered_s(self, rows: Rows) -> float:
         """The part of the span in which a gateway was running: the divisor of rates."""
-        return min(float(rows.span_s), max(1.0, self._clock.monotonic_s() - self.began_s))
+        return min(float(rows.span_s), max(1.0, self.now_s() - self.began_s))
 
-    def now_us(self) -> int:
-        """The monotonic clock in whole microseconds, so that a reader can send it back exactly."""
-        return microseconds(self._clock.monotonic_s())
+    def now_s(self) -> float:
+        return self._clock.monotonic_s()
 
-    @property
-    def now_unix_s(self) -> float:
+    def to_unix_s(self, monotonic_s: float) -> float:
         """Unix time, consistent with the window even if the host's clock is set."""
-        return self.to_unix_s(self.now_us())
-
-    def to_unix_s(self, monotonic_us: int) -> float:
-        return (monotonic_us + self._unix_offset_us) / 1e6
-
-    def from_unix_s(self, unix_s: float) -> int:
-        """The exact inverse of `to_unix_s`."""
-        return round(unix_s * 1e6) - self._unix_offset_us
+        return monotonic_s + self._unix_offset_s
 
 
 def counts_of(tally: Tally) -> dict[str, int]:
@@ -139,21 +127,5 @@ def counts_of(tally: Tally) -> dict[str, int]:
     for key, number in tally.counts.items():
         sums[key[0]] += number
     cancelled = tally.counts[table.FAILURES.name, Cancelled.code]
-    return {
-        "began": sums[table.BEGAN.name],
-        "finished": sums[table.SUCCESSES.name],
-        "failed": sums[table.FAILURES.name] - cancelled,
-        "cancelled": cancelled,
-        "refused": sums[table.REJECTIONS.name],
-        "retries": sums[table.RETRIES.name],
-        "prompt_tokens": sums[table.PROMPT_TOKENS.name],
-        "finished_prompt_tokens": sums[table.FINISHED_PROMPT_TOKENS.name],
-        "cached_tokens": sums[table.CACHED_TOKENS.name],
-        "output_tokens": sums[table.OUTPUT_TOKENS.name],
-        "coalesced_tokens": sums[table.COALESCED_TOKENS.name],
-    }
-
-
-def microseconds(seconds: float) -> int:
-    """Whole microseconds, which a float of Unix time still distinguishes."""
-    return int(seconds * 1e6)
+    found = {name: sums[metric.name] for name, metric in _COUNTS.items()}
+    return found | {"failed": sums[table.FAILURES.name] - cancelled, "cancelled": cancelled}

@@ -12,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from msgspec.structs import asdict
+
 from ....cluster.redis_client import RedisAway
 from ....core.ports import Clock
+from ..metrics import metric_table as table
 from ..metrics.tally import Tally
 from .redis_windows import MAX_GATEWAYS, STATE_TTL_S, RedisWindows
 from .row_message import (
@@ -31,7 +33,8 @@ from .row_message import (
     unpack_row,
     unpack_state,
 )
-from .window import HOUR_ROW_S, HOUR_S, KEPT, SPAN_S, TelemetryWindow, counts_of
+from .rows import Rows
+from .window import HOUR_ROW_S, HOUR_S, KEPT, SPAN_S, TelemetryWindow
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +45,8 @@ _MAX_READ = 512  # rows in one turn
 _MAX_OTHERS = 4 * MAX_GATEWAYS  # other gateways that are kept in memory
 _MERGED_AT_ONCE = 16  # rows between two yields to the event loop
 _RATES_OVER_S = 10
+_RATED = (table.BEGAN.name, table.OUTPUT_TOKENS.name)
 _OUT_OF_STEP_S = 0.75  # how far Redis' clock may drift from ours before seconds are numbered anew
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    """The description of this gateway that other gateways show with its figures."""
-
-    name: str
-    version: str
-    is_ready: bool
-    is_draining: bool
 
 
 @dataclass(slots=True)
@@ -64,29 +58,29 @@ class _Other:
     read_s: float = -math.inf  # when `state` was last read
 
 
+@dataclass(eq=False)
 class WindowShare:
-    """The exchange of one gateway. `gateway`: its random id; `about`: its description."""
+    """The exchange of one gateway. `_gateway`: its random id; `_about`: its description, the fields
+    `name`, `version`, `is_ready` and `is_draining` of its state.
 
-    def __init__(
-        self,
-        window: TelemetryWindow,
-        store: RedisWindows,
-        gateway: str,
-        about: Callable[[], About],
-        clock: Clock,
-    ) -> None:
-        self._outbox = window.outbox = {}
-        self._window = window
-        self._store = store
-        self._gateway = gateway
-        self._about = about
-        self._clock = clock
-        self._others: dict[str, _Other] = {}
-        self._longer: dict[int, Tally] = {}  # rows of HOUR_ROW_S, by their first second
-        self._rates: deque[tuple[int, dict[str, int]]] = deque()  # by own second
-        self._noted = int(clock.monotonic_s()) - 1  # the last second noted in `_rates`
-        self._shift: int | None = None  # seconds by which Redis' clock is ahead of ours
-        self._began_s = clock.monotonic_s()
+    `_longer`: rows of HOUR_ROW_S, by their first second. `_last_seconds`: own ones up to `_noted`.
+    `_shift`: seconds by which Redis' clock is ahead of ours.
+    """
+
+    _window: TelemetryWindow
+    _store: RedisWindows
+    _gateway: str
+    _about: Callable[[], dict[str, Any]]
+    _clock: Clock
+    _others: dict[str, _Other] = field(default_factory=dict)
+    _longer: dict[int, Tally] = field(default_factory=dict)
+    _last_seconds: Rows = field(default_factory=lambda: Rows(1, _RATES_OVER_S, _RATED))
+    _shift: int | None = None
+
+    def __post_init__(self) -> None:
+        self._outbox = self._window.outbox = {}
+        self._began_s = self._clock.monotonic_s()
+        self._noted = int(self._began_s) - 1
         self._away_since_s: float | None = self._began_s
 
     async def run(self) -> None:
@@ -123,20 +117,12 @@ class WindowShare:
         states = [other.state for other in self._others.values() if other.state is not None]
         return {
             "is_shared": since_s is None,
-            "alone_since_unix_s": None
-            if since_s is None
-            else self._window.to_unix_s(int(since_s * 1e6)),
+            "alone_since_unix_s": None if since_s is None else self._window.to_unix_s(since_s),
             "gateways": [
-                self._row(self._state(0), is_own=True),
-                *sorted((self._row(s, is_own=False) for s in states), key=lambda row: row["name"]),
+                asdict(self._state()) | {"is_own": True},
+                *(asdict(s) | {"is_own": False} for s in sorted(states, key=lambda s: s.name)),
             ],
         }
-
-    @staticmethod
-    def _row(state: GatewayState, *, is_own: bool) -> dict[str, Any]:
-        names = ("name", "version", "num_running", "began_per_s", "output_tokens_per_s")
-        named = {name: getattr(state, name) for name in (*names, "is_ready", "is_draining")}
-        return {"gateway": state.gateway, "is_own": is_own, **named}
 
     # --- our own ----------------------------------------------------------------------------------
 
@@ -147,10 +133,9 @@ class WindowShare:
         now = int(self._clock.monotonic_s())
         for number in range(self._noted + 1, now):
             if number in self._outbox:
-                self._rates.append((number, counts_of(self._outbox[number])))
+                self._last_seconds.add(number, self._outbox[number])
         self._noted = now - 1
-        while self._rates and self._rates[0][0] < now - _RATES_OVER_S:
-            self._rates.popleft()
+        self._last_seconds.expire(now)
         return now
 
     async def _keep_in_step(self) -> None:
@@ -177,7 +162,7 @@ class WindowShare:
         longer = [begin for begin in self._longer if begin + HOUR_ROW_S <= whole]
         rows |= {key_of(HOUR_ROW_S, begin): self._longer[begin] for begin in longer}
         packed = {key: pack_row(key, self._began_unix_s(key), row) for key, row in rows.items()}
-        state = pack_state(self._state(through))
+        state = pack_state(self._state())
         gateways = await self._store.write(self._gateway, through, state, packed)
         for begin in longer:
             del self._longer[begin]
@@ -189,21 +174,17 @@ class WindowShare:
 
     def _began_unix_s(self, key: RowKey) -> float:
         """The start of a row by this gateway's clock."""
-        return self._window.to_unix_s((key.second - self._shifted) * 1_000_000)
+        return self._window.to_unix_s(key.second - self._shifted)
 
-    def _state(self, through: int) -> GatewayState:
+    def _state(self) -> GatewayState:
         over_s = min(_RATES_OVER_S, max(1.0, self._clock.monotonic_s() - self._began_s))
-
-        def per_s(name: str) -> float:
-            return sum(counts[name] for _, counts in self._rates) / over_s
-
+        counts = self._last_seconds.total.counts
         return GatewayState(
             gateway=self._gateway,
-            through=through,
             num_running=self._window.num_running,
-            began_per_s=per_s("began"),
-            output_tokens_per_s=per_s("output_tokens"),
-            **asdict(self._about()),
+            began_per_s=counts[table.BEGAN.name,] / over_s,
+            output_tokens_per_s=counts[table.OUTPUT_TOKENS.name,] / over_s,
+            **self._about(),
         )
 
     @property
@@ -242,9 +223,7 @@ class WindowShare:
         if not packed:
             return
         try:
-            state = unpack_state(packed)
-            if state.gateway != gateway:
-                raise BadRow("another gateway's")
+            state = unpack_state(packed, gateway)
         except BadRow as error:
             self._note_bad(gateway, error)
         else:
@@ -257,12 +236,13 @@ class WindowShare:
             return  # no events, or the row has expired
         number = key.second - self._shifted
         try:
-            message, row = unpack_row(packed, key)
+            unix_s, row = unpack_row(packed, key)
         except BadRow as error:
             self._note_bad(key.gateway, error)
         else:
-            ahead_s = self._began_unix_s(key) - message.unix_s
-            self._window.merge(number, key.row_s, row, [c.moved(ahead_s) for c in message.recent])
+            ahead_s = self._began_unix_s(key) - unix_s
+            row.ended = [call.moved(ahead_s) for call in row.ended]
+            self._window.merge(number, key.row_s, row)
 
     def _forget(self) -> None:
         """Drop expired states: the load of these gateways is not known any more."""

@@ -15,11 +15,11 @@ from baton.gateway.admission.running_call import RunningCall
 from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.security.caller import SCOPES, Caller
+from baton.gateway.telemetry.call_counts import CallCounts
 from baton.gateway.telemetry.call_feed import CallFeed, OnEnded
 from baton.gateway.telemetry.calls.call_record import CallRecord
 from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics.metric_store import MetricStore
-from baton.gateway.telemetry.metrics.metric_table import ALL
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -46,9 +46,11 @@ def timeline(arrived_ns: int) -> tuple[Stamp, ...]:
 
 def feed_of(clock: Clock, *on_ended: OnEnded, window: TelemetryWindow | None = None) -> CallFeed:
     """A feed that counts into its own stores, for tests that need only one part."""
-    store = MetricStore(ALL, "baton_", "demo")
+    store = MetricStore("baton_", "demo")
     targets = SloTargets(ttft_slo_s=0.5, tbt_slo_s=0.05)
-    return CallFeed(clock, targets, window or TelemetryWindow(clock), store, (), on_ended)
+    return CallFeed(
+        clock, CallCounts(targets), window or TelemetryWindow(clock), store, (), on_ended
+    )
 
 
 def record_of(clock: Clock, num_samples: int = 1) -> CallRecord:

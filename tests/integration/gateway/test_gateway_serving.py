@@ -42,7 +42,7 @@ from baton.core.errors import (
     Unavailable,
 )
 from baton.core.membership import Role
-from baton.core.ports import SystemClock
+from baton.core.ports import Clock
 from baton.core.process import event_loop
 from baton.core.request.timeline import TERMINAL, Event
 from baton.gateway.adapters.adapter_registry import AdapterRegistry
@@ -450,7 +450,7 @@ async def test_each_loss_of_an_engine_is_logged(
 
 
 async def test_engines_that_do_not_answer_are_tried_until_they_are_not_listed() -> None:
-    clock = SystemClock()
+    clock = Clock()
     directory, table = FakeDirectory(), EngineTable(PrefixMirror(clock))
     sessions, secret = SessionTable(clock, 1), ClusterSecret(SECRET)
     adapters = AdapterRegistry(table, "demo")

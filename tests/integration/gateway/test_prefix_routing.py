@@ -23,7 +23,7 @@ from baton.cluster.redis_server import RedisServer, find_redis_server
 from baton.cluster.secret import ClusterSecret
 from baton.core.config import UpConfig
 from baton.core.engine_config import EngineConfig
-from baton.core.ports import SystemClock
+from baton.core.ports import Clock
 from baton.core.request.token_ids import BlockHash
 from baton.prefix_index.follower import Follower
 from baton.prefix_index.journal import CacheJournal
@@ -138,7 +138,7 @@ async def test_requests_go_where_their_prefix_is(world: World) -> None:
 async def test_a_late_gateway_reads_pages_among_junk() -> None:
     """A late gateway reads a whole cache over several keys, among junk keys, with the real adapter
     on both sides."""
-    journal, mirror = CacheJournal("aa" * 16), PrefixMirror(SystemClock())
+    journal, mirror = CacheJournal("aa" * 16), PrefixMirror(Clock())
     journal.record([], [BlockHash(i.to_bytes(16, "little")) for i in range(1, 9001)])
     incarnation, prefix = journal.incarnation, "baton:default:prefix:"
     with RedisServer.start() as server, redis.Redis.from_url(server.url) as admin:
@@ -147,7 +147,7 @@ async def test_a_late_gateway_reads_pages_among_junk() -> None:
         ours, theirs = (RedisIndexLink(RedisClient(server.url, "default")) for _ in range(2))
         assert await theirs.read_contents("bb" * 16) == b""
         assert MAX_MESSAGE_BYTES < len(await theirs.read_contents("cc" * 16)) < 1 << 17
-        publishing = asyncio.create_task(Publisher(journal, ours, SystemClock()).run())
+        publishing = asyncio.create_task(Publisher(journal, ours, Clock()).run())
         async with asyncio.timeout(20):
             while not admin.exists(prefix + incarnation) or journal.stored.changed:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -35,7 +35,7 @@ from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_server import RedisServer
 from baton.cluster.secret import ClusterSecret
 from baton.core.membership import Member, Role
-from baton.core.ports import SystemClock
+from baton.core.ports import Clock
 from baton.core.request.request import Request, Ticket
 from baton.core.request.sampling_params import SamplingParams
 from baton.gateway.engines.engine_connection import EngineConnection, Receive
@@ -166,7 +166,7 @@ async def gateway(
     if by_tcp:
         ends = [dataclasses.replace(member, host_id=ELSEWHERE) for member in ends]
     engines = [
-        EngineConnection(member, ClusterSecret(SECRET), each, SystemClock(), silence_s)
+        EngineConnection(member, ClusterSecret(SECRET), each, Clock(), silence_s)
         for member, each in zip(ends, events, strict=True)
     ]
     running = [asyncio.create_task(engine.run()) for engine in engines]

@@ -20,7 +20,7 @@ from baton.core.channels.channel_listener import Admission, ChannelListener
 from baton.core.channels.handshake import Opening
 from baton.core.errors import EngineFailed
 from baton.core.membership import Member, Role
-from baton.core.ports import SystemClock
+from baton.core.ports import Clock
 from baton.gateway.engines.engine_connection import EngineConnection, Receive
 from baton.node.channels.engine_channels import EngineChannels
 from baton.node.channels.inbox import Inbox
@@ -127,5 +127,5 @@ async def test_a_gateway_that_is_writing_hears_why_the_engine_died(
     )
     gateway = BusyGateway()
     for _ in range(NUM_ROUNDS):
-        await EngineConnection(member, ClusterSecret(), gateway, SystemClock(), 1.2).run()
+        await EngineConnection(member, ClusterSecret(), gateway, Clock(), 1.2).run()
     assert gateway.lost_by == [(REASON, True)] * NUM_ROUNDS

@@ -21,7 +21,7 @@ from node_driver import CLUSTER, OUR_MARK, SECRET
 from baton.client import AsyncClient, Result
 from baton.core.config import ClusterConfig, GatewayConfig
 from baton.core.engine_config import EngineConfig
-from baton.core.ports import SystemClock
+from baton.core.ports import Clock
 from baton.core.request.constraint import Constraint, ConstraintKind
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
@@ -56,7 +56,7 @@ class Scene:
         return dict(self.gateway._table.plans.moves)
 
     def movable(self) -> dict[str, list[Session]]:
-        return movable_by_engine(self.gateway._sessions, SystemClock().monotonic_s())
+        return movable_by_engine(self.gateway._sessions, Clock().monotonic_s())
 
     def move_all(self) -> None:
         """Move every movable request to the other engine."""

@@ -16,7 +16,7 @@ from baton.cli.deployment.child import Child, lines_of, role_of
 from baton.cli.deployment.deployment import Deployment
 from baton.cli.deployment.gateways import shared_ports
 from baton.client import NodeInfo
-from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.config import GatewayConfig, NodeConfig, UpConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.process.logs import print_line
@@ -28,9 +28,8 @@ from baton.node.engine_process.startup_messages import describe_pool
 def child(name: str, *lines: str, addresses: tuple[str, ...] = (), config: Any = None) -> Child:
     """A child process that has ended with code 1."""
     nothing = cast(Any, None)
-    found = Child(
-        name, (config,), ClusterConfig(), cast(Any, SimpleNamespace(returncode=1)), nothing, nothing
-    )
+    process = cast(Any, SimpleNamespace(returncode=1))
+    found = Child(name, (config,), process, nothing, nothing)
     found.last_lines, found.addresses = list(lines), list(addresses)
     return found
 

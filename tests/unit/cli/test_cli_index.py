@@ -13,7 +13,7 @@ from baton.cluster.secret import ClusterSecret, salt_key
 from baton.core.config import ClusterConfig
 from baton.core.errors import StartupFailed
 from baton.core.membership import Member, Role
-from baton.core.ports import SystemClock
+from baton.core.ports import Clock
 from baton.core.request.token_ids import block_hashes, root_hash, tenant_tag
 from baton.gateway.security.caller import Caller, Limits
 from baton.gateway.security.key_file import add_key
@@ -39,7 +39,7 @@ async def test_blocks_are_listed_by_engine_tenant_and_tier(tmp_path: Path) -> No
     keys = tmp_path / "keys.json"
     add_key(keys, "acme", frozenset({"infer"}))
     names = {bytes(4): "-"} | tenant_names(ClusterSecret(SECRET), str(keys))
-    tenancy = Tenancy(SystemClock(), salt_key(SECRET))
+    tenancy = Tenancy(Clock(), salt_key(SECRET))
     salts = [
         tenancy.cache_salt(Caller(tenant, frozenset(), None, Limits()), requested)
         for tenant, requested in (("acme", ""), ("acme", "own"), ("other", ""))

@@ -34,7 +34,7 @@ from baton.core.config import ClusterConfig, GatewayConfig, NodeConfig
 from baton.core.engine_config import EngineConfig
 from baton.core.errors import PermissionDenied, StartupFailed
 from baton.core.membership import Role
-from baton.core.ports import SystemClock
+from baton.core.ports import Clock
 from baton.gateway.security.security import Security
 from baton.node.supervisor import supervisor
 
@@ -232,13 +232,13 @@ def test_a_certificate_whose_time_is_not_now_stops_the_start(certs: Path) -> Non
 
 def test_cluster_and_server_alike(certs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     late = clock_at(from_and_until(certs / "gateway.crt")[1] + 1)
-    monkeypatch.setattr(tls, "SystemClock", lambda: late)
+    monkeypatch.setattr(tls, "Clock", lambda: late)
     cluster = with_role_certificate(ClusterConfig(), certs, "gateway")
     with pytest.raises(StartupFailed, match=r"--cluster-cert, .*gateway\.crt expired"):
         ClusterTls.of(cluster)
     gateway = with_server_certificate(GatewayConfig(), certs)
     with pytest.raises(StartupFailed, match=r"--tls-cert, .*server\.crt expired"):
-        Security.of(gateway, ClusterConfig(), SystemClock())
+        Security.of(gateway, ClusterConfig(), Clock())
 
 
 def test_a_ca_file_counts_while_one_in_it_does(certs: Path, tmp_path: Path) -> None:
@@ -399,14 +399,14 @@ def test_a_gateway_names_what_is_missing(given: tuple[str, ...]) -> None:
     config = GatewayConfig(host="0.0.0.0", **dict.fromkeys(given, "file"))
     flags = {"tls_cert": "--tls-cert", "tls_key": "--tls-key", "api_keys": "--api-keys"}
     with pytest.raises(StartupFailed) as raised:
-        Security.of(config, ClusterConfig(), SystemClock())
+        Security.of(config, ClusterConfig(), Clock())
     for name, flag in flags.items():
         assert (flag in raised.value.message) == (name not in given)
 
 
 def test_with_the_loud_flag_a_gateway_may_lie_open(caplog: pytest.LogCaptureFixture) -> None:
     config = GatewayConfig(host="0.0.0.0", insecure_bind=True)
-    assert Security.of(config, ClusterConfig(), SystemClock()).certificate is None
+    assert Security.of(config, ClusterConfig(), Clock()).certificate is None
     assert "--api-keys" in caplog.text
 
 

@@ -13,7 +13,7 @@ from fakes.clock import FakeClock
 from fakes.index_link import FakeIndexLink
 
 from baton.cluster.redis_client import RedisAway
-from baton.core.ports import SystemClock
+from baton.core.ports import Clock
 from baton.core.request.token_ids import BlockHash
 from baton.prefix_index import engine_copy as engine_copy_module
 from baton.prefix_index import publisher as publisher_module
@@ -47,7 +47,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def publishing(journal: CacheJournal, link: FakeIndexLink) -> AsyncIterator[None]:
-    task = asyncio.create_task(Publisher(journal, link, SystemClock()).run())
+    task = asyncio.create_task(Publisher(journal, link, Clock()).run())
     try:
         yield
     finally:
@@ -72,7 +72,7 @@ def mirrors(mirror: PrefixMirror, numbers: set[int]) -> bool:
 
 
 async def test_a_mirror_follows_through_losses_and_wipes() -> None:
-    link, journal, mirror = FakeIndexLink(), CacheJournal(A), PrefixMirror(SystemClock())
+    link, journal, mirror = FakeIndexLink(), CacheJournal(A), PrefixMirror(Clock())
     mirror.add(A, 20)
     journal.record([], [h(0)])
     async with publishing(journal, link), following(mirror, link):
@@ -105,7 +105,7 @@ async def test_changes_are_told_in_batches_and_idle_engines_are_heard_of() -> No
 
 
 async def test_pages_that_redis_lost_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SystemClock, "unix_ns", lambda _: 0)  # pages have a time stamp
+    monkeypatch.setattr(Clock, "unix_ns", lambda _: 0)  # pages have a time stamp
     link, journal = FakeIndexLink(), CacheJournal(A)
     journal.record([], [h(i) for i in range(2 * PAGE_BLOCKS)])
     async with publishing(journal, link):
@@ -126,7 +126,7 @@ async def test_pages_that_redis_lost_are_written_again(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("is_broken", [False, True])
 async def test_redis_that_comes_back_with_older_data_is_written_anew(*, is_broken: bool) -> None:
     """After a restore from a snapshot or stale replica, no reader takes old pages for new."""
-    link, journal, mirror = FakeIndexLink(), CacheJournal(A), PrefixMirror(SystemClock())
+    link, journal, mirror = FakeIndexLink(), CacheJournal(A), PrefixMirror(Clock())
     mirror.add(A, 20)
     journal.record([], [h(0), h(1)])
     async with publishing(journal, link), following(mirror, link):
@@ -139,7 +139,7 @@ async def test_redis_that_comes_back_with_older_data_is_written_anew(*, is_broke
         await asyncio.sleep(0.05 if is_broken else 0)
         link.keys = older
         link.is_away = False
-        late = PrefixMirror(SystemClock())
+        late = PrefixMirror(Clock())
         late.add(A, 20)
         async with following(late, link):
             await until(lambda: all(m.copies[A].seq == journal.seq for m in (mirror, late)))
@@ -171,7 +171,7 @@ async def test_redis_that_fails_once_gets_what_it_may_lack_and_no_more() -> None
 
 
 async def test_where_redis_is_full_deltas_go_on() -> None:
-    link, journal, mirror = FakeIndexLink(), CacheJournal(A), PrefixMirror(SystemClock())
+    link, journal, mirror = FakeIndexLink(), CacheJournal(A), PrefixMirror(Clock())
     mirror.add(A, 20)
     journal.record([], [h(0)])
     async with publishing(journal, link), following(mirror, link):
@@ -183,7 +183,7 @@ async def test_where_redis_is_full_deltas_go_on() -> None:
         assert mirror.copies[A].seq == journal.seq, "a gap could not be closed"
         link.is_full = False
         await until(lambda: not journal.stored.changed)
-        late = PrefixMirror(SystemClock())
+        late = PrefixMirror(Clock())
         late.add(A, 20)
         async with following(late, link):
             await until(lambda: mirrors(late, {4}))
@@ -191,7 +191,7 @@ async def test_where_redis_is_full_deltas_go_on() -> None:
 
 async def test_pages_are_there_before_a_delta_that_counts_them() -> None:
     """Pages are written before the delta that counts them, so that a reader finds its blocks."""
-    link, journal, mirror = FakeIndexLink(), CacheJournal(A), PrefixMirror(SystemClock())
+    link, journal, mirror = FakeIndexLink(), CacheJournal(A), PrefixMirror(Clock())
     seen: list[bool] = []
 
     class Watched(FakeIndexLink):

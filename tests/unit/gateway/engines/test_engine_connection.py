@@ -32,7 +32,7 @@ from baton.core.errors import (
     NodeLost,
 )
 from baton.core.membership import Member, Role
-from baton.core.ports import SystemClock
+from baton.core.ports import Clock
 from baton.gateway.engines import engine_connection, engine_stream
 from baton.gateway.engines.engine_connection import EngineConnection, Receive
 from baton.gateway.engines.reported_load import ReportedLoad
@@ -131,7 +131,7 @@ class Scene:
     def connection(self, silence_s: float = SILENCE_S) -> EngineConnection:
         return EngineConnection(
             *(self.member, ClusterSecret(self.secret), self.events),
-            *(SystemClock(), silence_s, self.tls),
+            *(Clock(), silence_s, self.tls),
         )
 
     @asynccontextmanager

@@ -233,12 +233,12 @@ async def test_a_time_of_day_that_is_set_anew_holds_nothing_up(
 
 
 def test_viewers_of_the_same_targets_share(cluster: Cluster) -> None:
-    assert cluster.feed.whole(View(TARGETS)) is cluster.feed.whole(View(SloTargets(0.5, 0.05)))
-    other = cluster.feed.whole(View(SloTargets(0.1, 0.05)))
+    assert cluster.feed.data(View(TARGETS)) is cluster.feed.data(View(SloTargets(0.5, 0.05)))
+    other = cluster.feed.data(View(SloTargets(0.1, 0.05)))
     assert json.loads(other)["slo"]["ttft_slo_s"] == 0.1
-    before = cluster.feed.whole(View(TARGETS))
+    before = cluster.feed.data(View(TARGETS))
     cluster.tick()
-    assert cluster.feed.whole(View(TARGETS)) is not before
+    assert cluster.feed.data(View(TARGETS)) is not before
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "inf", "1e9", "9" * 5000])
@@ -257,7 +257,7 @@ def test_the_docs_name_what_is_served(cluster: Cluster) -> None:
         for name in re.findall(r"`([\w<>]+)`", paragraph)
         for each in places.get("".join(re.findall(r"<\w+>", name)), [""])
     } - {*places["<latency>"]}
-    assert named == json.loads(cluster.feed.whole(View(TARGETS)))["series"].keys()
+    assert named == json.loads(cluster.feed.data(View(TARGETS)))["series"].keys()
     assert f"| `recent` | up to {MAX_RECENT} calls" in text
 
 
@@ -364,7 +364,7 @@ async def test_a_viewer_that_does_not_read_is_cut_off(
     """A viewer that does not read is disconnected; its slot and its state are freed."""
     monkeypatch.setattr(routes, "_SLOWEST_WRITE_S", 0.05)
     client = await client_of(cluster, max_viewers=1)
-    monkeypatch.setattr(cluster.feed, "_make", lambda *_, **__: bytes(16 << 20))
+    monkeypatch.setattr(cluster.feed, "data", lambda *_, **__: bytes(16 << 20))
     _, writer = await asyncio.open_connection("127.0.0.1", client.server.port, limit=1)
     writer.write(b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
     async with asyncio.timeout(5):

@@ -16,7 +16,7 @@ from fakes.clock import FakeClock
 from baton.cluster.secret import ClusterSecret
 from baton.core.config import GatewayConfig
 from baton.core.errors import BatonError, PermissionDenied, RateLimited, Unauthenticated
-from baton.core.ports import SystemEntropy
+from baton.core.ports import Entropy
 from baton.gateway.http.app import ROUTE_GROUPS
 from baton.gateway.http.chat.chat_model import CHAT_MODEL, ChatModel, prepare
 from baton.gateway.http.chat.chat_template import ChatPrompt
@@ -244,7 +244,7 @@ async def test_a_tenant_over_its_limit_has_no_chat_rendered() -> None:
     app = web.Application()
     door = SimpleNamespace(tenancy=tenancy, constraint_refusal=None)
     app[APP_STATE] = cast(Any, SimpleNamespace(door=door))
-    app[CHAT_MODEL] = ChatModel(Template(), None, SystemEntropy())  # type: ignore[arg-type]
+    app[CHAT_MODEL] = ChatModel(Template(), None, Entropy())  # type: ignore[arg-type]
     request = make_mocked_request("POST", "/v1/chat/completions", app=app)
     request[CALLER] = caller
     found = {"messages": [{"role": "user", "content": "hi"}]}

@@ -11,7 +11,7 @@ from fakes.gateway.calls import RanCall
 from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters
 
 from baton.core.errors import BatonError, Cancelled, Overloaded
-from baton.core.ports import SystemClock
+from baton.core.ports import Clock
 from baton.core.request.request import FinishReason
 from baton.core.request.sampling_params import SamplingParams
 from baton.gateway.request.answer import Answer
@@ -138,7 +138,7 @@ def session(
     max_tokens: int = 2,
     engines: tuple[str, str] = ("p", "d"),
 ) -> Session:
-    clock = SystemClock()
+    clock = Clock()
     prefill, decode = map(FakeLink, engines)
     return Session(
         Answer(
@@ -157,7 +157,7 @@ def session(
 
 
 async def test_a_bug_in_one_session_fails_that_one(caplog: pytest.LogCaptureFixture) -> None:
-    table = SessionTable(SystemClock(), 10)
+    table = SessionTable(Clock(), 10)
     sinks = FakeSink(), FakeSink()
     table.start(session("bad", TextStream(BrokenDetokenizer().step, ()), sinks[0]))
     table.start(session("good", TextStream(Letters().step, ()), sinks[1]))
@@ -168,7 +168,7 @@ async def test_a_bug_in_one_session_fails_that_one(caplog: pytest.LogCaptureFixt
 
 
 async def test_the_short_way_is_as_careful(caplog: pytest.LogCaptureFixture) -> None:
-    table = SessionTable(SystemClock(), 10)
+    table = SessionTable(Clock(), 10)
     sinks = {name: FakeSink() for name in ("bad", "slow", "good")}
     letters = BrokenDetokenizer()
     letters.is_broken = False  # still intact
@@ -189,7 +189,7 @@ async def test_the_short_way_is_as_careful(caplog: pytest.LogCaptureFixture) -> 
 async def test_first_tokens_do_not_wait_for_those_of_decodes() -> None:
     """First tokens overtake tokens of decodes: a step has the decodes of many requests, and the end
     of a prompt."""
-    table, order = SessionTable(SystemClock(), 10), list[str]()
+    table, order = SessionTable(Clock(), 10), list[str]()
 
     class NotingSink(FakeSink):
         def __init__(self, name: str) -> None:
@@ -209,7 +209,7 @@ async def test_first_tokens_do_not_wait_for_those_of_decodes() -> None:
 
 
 async def test_deadlines_come_by_themselves() -> None:
-    table, sink = SessionTable(SystemClock(), 10), FakeSink()
+    table, sink = SessionTable(Clock(), 10), FakeSink()
     table.start(session("r", TextStream(Letters().step, ()), sink, deadline_s=0.02))
     await asyncio.sleep(0.04)
     assert sink.error is not None and sink.error.code == "deadline_exceeded"
@@ -217,7 +217,7 @@ async def test_deadlines_come_by_themselves() -> None:
 
 
 async def test_abort_by_id_and_label() -> None:
-    table = SessionTable(SystemClock(), 10)
+    table = SessionTable(Clock(), 10)
     sinks = [FakeSink() for _ in range(3)]
     for number, sink in enumerate(sinks):
         table.start(session(f"r{number}", TextStream(Letters().step, ()), sink))
@@ -228,7 +228,7 @@ async def test_abort_by_id_and_label() -> None:
 
 
 async def test_admission_is_bounded() -> None:
-    table = SessionTable(SystemClock(), 1)
+    table = SessionTable(Clock(), 1)
     await table.is_idle.wait()
     table.admit()
     with pytest.raises(Overloaded):

@@ -36,7 +36,7 @@ def values(store: MetricStore, metric: Metric) -> dict[str, float]:
 def test_known_series_begin_at_zero(metric: Metric, known: set[str]) -> None:
     """Known series start at zero: Prometheus' rate() ignores a series' first value, and a sum over
     no series is empty, so that a failure ratio would be missing where all calls failed."""
-    store = MetricStore(table.ALL, "x_", "m")
+    store = MetricStore("x_", "m")
     begun = values(store, metric)
     assert known <= begun.keys() and set(begun.values()) == {0.0}
     tally = Tally()
@@ -46,4 +46,4 @@ def test_known_series_begin_at_zero(metric: Metric, known: set[str]) -> None:
 
 
 def test_series_of_labels_that_come_with_a_call_begin_with_it() -> None:
-    assert values(MetricStore(table.ALL, "x_", "m"), table.TENANT_REQUESTS) == {}
+    assert values(MetricStore("x_", "m"), table.TENANT_REQUESTS) == {}

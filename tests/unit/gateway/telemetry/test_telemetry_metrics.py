@@ -25,6 +25,7 @@ from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.plan_record import ChosenPlan, PlanRecord
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.security.caller import anyone
+from baton.gateway.telemetry.call_counts import CallCounts
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.slo import SloTargets
 from baton.gateway.telemetry.metrics import metric_table
@@ -59,9 +60,9 @@ class World:
         self.index_up = True
         self.num_queued = 0
         self.certificate_ends_s: dict[str, float] = {}
-        store = MetricStore(metric_table.ALL, full_prefix(prefix), "demo")
+        store = MetricStore(full_prefix(prefix), "demo")
         targets = SloTargets(ttft_slo_s=0.5, tbt_slo_s=0.05)
-        self.feed = CallFeed(self.clock, targets, TelemetryWindow(self.clock), store)
+        self.feed = CallFeed(self.clock, CallCounts(targets), TelemetryWindow(self.clock), store)
         self.exporter = Exporter(
             store,
             self.feed.settle,
@@ -419,7 +420,7 @@ def test_labels_are_bounded() -> None:
     series = [key for key in world.scrape() if key[0] == "baton_tenant_requests_total"]
     assert len(series) <= 101
     assert world.value("baton_tenant_requests_total", tenant="other") == 250
-    store = MetricStore(metric_table.ALL, "x_", "m")
+    store = MetricStore("x_", "m")
     for number in range(MAX_CHILDREN + 50):
         store.add(metric_table.FAILURES, f"r{number}")
     [family] = [f for f in store.collect() if f.name == "x_request_failure"]

@@ -39,13 +39,13 @@ def test_a_page_gets_every_call_though_the_wall_clock_is_set(step_s: int) -> Non
     clock = WallClock()
     window, feed = watched(clock)
     clock.advance(10)
-    since_unix_s = window_snapshot(window, SloTargets(1, 1))["now_unix_s"]
+    since_s = window.now_s()
     clock.step_s = step_s
     call = PlayedCall(clock, feed)
     clock.advance(0.5)
     call.finish()
     clock.advance(0.5)
-    assert len(window_snapshot(window, SloTargets(1, 1), since_unix_s)["recent"]) == 1
+    assert len(window_snapshot(window, SloTargets(1, 1), since_s)["recent"]) == 1
 
 
 @given(st.lists(st.floats(1e-6, 80_000), min_size=1, max_size=60), st.floats(0.1, 100))
@@ -56,26 +56,6 @@ def test_percentiles_are_nearest_ranks_within_one_percent(samples: list[float], 
     [found] = histogram.percentiles(q)
     assert found == pytest.approx(percentile(samples, q), rel=MAX_ERROR + 1e-9)
     assert MAX_ERROR < 0.01
-
-
-@given(st.lists(st.floats(0, 80_000), max_size=60), st.lists(st.floats(0, 80_000), max_size=9))
-def test_a_packed_histogram_is_the_same(samples: list[float], more: list[float]) -> None:
-    plain, packed = Histogram(), Histogram()
-    for histogram in (plain, packed):
-        for sample in samples:
-            histogram.observe(sample)
-    packed.pack()
-    assert packed.percentiles(1, 50, 99) == plain.percentiles(1, 50, 99)
-    assert dict(packed.in_order()) == plain.counts
-    for sample in more:
-        for histogram in (plain, packed):
-            histogram.observe(sample)
-    assert packed == plain or not more
-    rest, number = Histogram(), sum(plain.counts.values())
-    rest.add(packed.counts, packed.total)
-    packed.pack()
-    rest.subtract(packed)
-    assert not rest.counts and number == packed.num_samples
 
 
 @given(st.lists(st.lists(st.floats(0, 100), max_size=8), min_size=1, max_size=8))
@@ -214,7 +194,7 @@ def test_window_equals_brute_force(
     play(feed, clock, oracle, happenings)
     now_s = clock.monotonic_s()
     snapshot = window_snapshot(window, SloTargets(ttft_slo_s, tbt_slo_s))
-    assert +Counter(counts_of(window.last_minutes.total)) == oracle.count(now_s)
+    assert +Counter(counts_of(window.rows().total)) == oracle.count(now_s)
     for name in ("ttft", "tbt", "handoff_gap", "tpot", "e2e"):
         samples, found = oracle.latency(now_s, name), snapshot["latency"][name]
         assert found["num_samples"] == len(samples), name
@@ -236,9 +216,9 @@ def test_gaps_and_coalesced_tokens_add_up_to_all_tokens() -> None:
     for _ in range(300):
         clock.advance(rng.random() / 100)
         rng.choice(calls).deliver(rng.randint(1, 3))
-    counts = counts_of(window.last_minutes.total)
+    counts = counts_of(window.rows().total)
     num_streams = sum(1 for call in calls if call.record.token_times[0])
-    gaps = window.last_minutes.total.histogram(LATENCIES["tbt"]).num_samples
+    gaps = window.rows().total.histogram(LATENCIES["tbt"]).num_samples
     assert gaps + counts["coalesced_tokens"] + num_streams == counts["output_tokens"]
 
 
@@ -247,7 +227,7 @@ def test_a_page_that_asks_again_gets_every_second_once() -> None:
     window, feed = watched(clock, span_s=20)
     seconds: list[float] = []
     tokens = 0
-    since_unix_s = None
+    since_s = None
     recent: list[str] = []
     for _ in range(60):
         call = PlayedCall(clock, feed)
@@ -256,8 +236,8 @@ def test_a_page_that_asks_again_gets_every_second_once() -> None:
         clock.advance(0.13)
         call.deliver(2)
         call.finish()
-        new = window_snapshot(window, SloTargets(1, 1), since_unix_s)
-        since_unix_s = new["now_unix_s"]
+        new = window_snapshot(window, SloTargets(1, 1), since_s)
+        since_s = window.now_s()
         seconds += new["series"]["t_unix_s"]
         tokens += sum(new["series"]["output_tokens"])
         recent += [call["call_id"] for call in new["recent"]]
@@ -267,7 +247,7 @@ def test_a_page_that_asks_again_gets_every_second_once() -> None:
     whole = window_snapshot(window, SloTargets(1, 1))
     assert tokens == sum(whole["series"]["output_tokens"])
     heat = sum(sum(column[2::2]) for column in whole["heatmaps"]["tbt"])
-    rows, offset_s = window.last_minutes.rows, window.to_unix_s(0)
+    rows, offset_s = window.rows().rows, window.to_unix_s(0)
     numbers = {round(t_unix_s - offset_s) for t_unix_s in whole["series"]["t_unix_s"]}
     coalesced = sum(counts_of(rows[n])["coalesced_tokens"] for n in numbers & rows.keys())
     assert coalesced
@@ -340,13 +320,13 @@ def test_memory_does_not_grow_with_load() -> None:
     window, feed = watched(clock, span_s=2, max_recent=5)
     for _ in range(2000):
         PlayedCall(clock, feed).end(EngineFailed("x"))
-        assert len(feed._noted.ended) <= 8
+        assert len(feed._counts.noted.ended) <= 8
     for _ in range(10):
         clock.advance(1)
         PlayedCall(clock, feed).end(EngineFailed("x"))
-    assert len(window.last_minutes.rows) <= 3
+    assert len(window.rows().rows) <= 3
     assert len(window.recent) == 5
     assert window.num_running == 0
     clock.advance(100)
-    empty = window.last_minutes.total
+    empty = window.rows().total
     assert not empty.counts and not empty.histograms
