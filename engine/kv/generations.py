@@ -33,14 +33,12 @@ class Generations:
     """The generations of an engine's own blocks; here no other process reads them."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._values = memoryview(bytearray(8 * num_blocks)).cast("Q")
+        self._values: list[int] | memoryview[int] = [0] * num_blocks
 
     def bump(self, block_ids: Sequence[int]) -> None:
         """Called before `block_ids` may be overwritten: invalidates copies that began earlier."""
-        values = self._values
-        drawn = memoryview(os.urandom(8 * len(block_ids))).cast("Q")
-        for block_id, generation in zip(block_ids, drawn, strict=True):
-            values[block_id] = generation or 1
+        for block_id in block_ids:
+            self._values[block_id] += 1
 
     def read(self, block_id: int) -> int:
         return self._values[block_id]
@@ -55,7 +53,13 @@ class SharedGenerations(Generations):
         header = _HEADER.pack(_MAGIC, _VERSION, bytes.fromhex(incarnation), num_blocks)
         self._memory[: _HEADER.size] = header
         # One aligned 8-byte store per bump: a reader sees the old value or the new one, not a mix.
-        self._values = memoryview(self._memory)[_HEADER.size :].cast("Q")
+        self._values: memoryview[int] = memoryview(self._memory)[_HEADER.size :].cast("Q")
+
+    def bump(self, block_ids: Sequence[int]) -> None:
+        values = self._values
+        drawn = memoryview(os.urandom(8 * len(block_ids))).cast("Q")
+        for block_id, generation in zip(block_ids, drawn, strict=True):
+            values[block_id] = generation or 1
 
     def take_over(
         self, block_ids: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]

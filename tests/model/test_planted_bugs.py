@@ -293,7 +293,12 @@ BUGS = [
         "the prefix cache skips what it lacks",
         "a block is used without those before it",
         PrefixCache.match,
-        [("break", "continue")],
+        [
+            (
+                "found_prefix(hashes, self._block_of.get)",
+                "[*filter(None, map(self._block_of.get, hashes))]",
+            )
+        ],
         checks.a_chain_with_a_hole_ends_at_it,
         shows="a block is used without those before it",
     ),

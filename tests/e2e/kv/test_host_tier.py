@@ -92,7 +92,7 @@ def check_host_memory(cold: LocalEngine, kind: str) -> None:
 
 def test_tokens_of_swapped_requests_are_the_same(cold: LocalEngine) -> None:
     tight = engine_of("auto", 36, 0.1)
-    tight.engine.stats._output_lengths.__class__ = Optimist
+    tight.engine.stats._parts.output_lengths.__class__ = Optimist
     assert generate(tight, GROWING, 60) == generate(cold, GROWING, 60)
     totals = tight.engine.stats.totals()
     assert totals.num_swaps and totals.host_hit_tokens
