@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..core.ports import Clock
 from ..core.request.sampling_params import SamplingParams
-from ..core.step_cost import StepShape, pairs_of
+from ..core.step_shape import StepShape, pairs_of
 from ..kernels.sampling.sample_spec import SampleSpec
 from .execution.batch import SequenceSlice
 from .execution.runner_protocols import Runner

@@ -19,7 +19,8 @@ from typing import TypeAlias
 
 from ...core.errors import InvalidRequest
 from ...core.ports import Clock
-from ...core.step_cost import StepCost, StepShape
+from ...core.step_cost import StepCost
+from ...core.step_shape import StepShape
 from ..execution.batch import SampledToken
 from ..execution.constraints import Constraints
 from ..kv.limits import EngineLimits
