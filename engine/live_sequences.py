@@ -16,7 +16,7 @@ from .beams.beam_search import BeamSearch, BeamSearches
 from .engine_parts import EngineParts
 from .execution.batch import SampledToken
 from .kv.block_pool import BlockRefs, Reservation
-from .lora.adapter_room import refuse_adapter
+from .lora.adapter_room import check_adapter
 from .scheduling.forks import child_of
 from .scheduling.outputs import ChunkOutput, StepOutput, TokenOutput
 from .scheduling.sequence import Sequence, SequenceState
@@ -142,11 +142,7 @@ class LiveSequences:
             raise InvalidRequest(f"{request.key} is here already")
         self.limits.check(request)
         if request.adapter is not None:
-            if self.adapters is None:
-                raise refuse_adapter()
-            self.adapters.check(request.adapter)
-            if request.sampling.use_beam_search:
-                raise InvalidRequest("beam search with a LoRA adapter", "use_beam_search")
+            check_adapter(self.adapters, request, request.adapter)
         self._num_arrivals += 1
         root = self._root_of(request)
         sequence = Sequence(request, self._num_arrivals, is_held, root, state=state)
