@@ -77,11 +77,11 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue the sequence behind all others of its caller."""
-        if sequence.state is SequenceState.COMING:
-            self.queues.coming.add(sequence, sequence.request.caller_id, sequence.num_tokens)
-        else:
-            _, _, num_to_compute = self._tables.find(sequence)
-            self.queues.add(sequence, num_to_compute)
+        queue, num_tokens = self.queues.coming, sequence.num_tokens
+        if sequence.state is not SequenceState.COMING:
+            queue, (_, _, num_tokens) = self.queues.waiting, self._tables.find(sequence)
+            self.queues.stalled_at = None
+        queue.add(sequence, sequence.request.caller_id, num_tokens)
 
     def reserve(self) -> Sequence | None:
         """Allocate blocks for all slots of the next sequence whose KV is pulled; None: not now.

@@ -61,10 +61,6 @@ class SequenceGroup:
     is_forked: bool = False  # the first member, which began alone, has forked
 
     @property
-    def has_ended(self) -> bool:
-        return all(s.state is SequenceState.ENDED for s in self.members)
-
-    @property
     def num_absent(self) -> int:
         """Sequences that will need blocks and have none: not forked yet, or parked."""
         if not self.is_forked:
