@@ -262,7 +262,7 @@ class Engine(LiveSequences):
         was on the device."""
         results = step.launched.collect()
         prompts = step.launched.prompt_logprobs()
-        step.fence.close()
+        self._tables.close_step(step.fence)
         self._measure(step, behind)
         live = step.fence.places  # without sequences that ended or were preempted in flight
         n = len(step.clear)
