@@ -63,8 +63,7 @@ class Engine(LiveSequences):
     def measure_first_steps(self, budget_s: float) -> float:
         """See first_steps.py; call before the first request. Returns the seconds that it took."""
         assert not self.by_key, "their blocks would be overwritten"
-        costs, clock = self._step_costs, self._clock
-        return measure_first_steps(self._runner, self.limits, costs, budget_s, clock)
+        return measure_first_steps(self._parts, budget_s)
 
     @property
     def has_work(self) -> bool:
@@ -228,8 +227,8 @@ class Engine(LiveSequences):
                 return None
             sampled = [*schedule.clear, *(one.sequence for one in schedule.others if one.samples)]
             constrained = [one for one in sampled if one.constrained is not None]
-            if constrained and self._constraints is not None:
-                find_masks(self._constraints, constrained, schedule)
+            if constrained and self._parts.constraints is not None:
+                find_masks(self._parts.constraints, constrained, schedule)
             for sequence, error in schedule.failed:
                 self._fail(sequence, error, output)
             if schedule.failed:

@@ -33,13 +33,11 @@ class LiveSequences:
         self.by_key: dict[str, Sequence] = {}
         of_engine = (parts.scheduler, self.by_key, parts.runner, parts.eos_token_ids)
         self.beams = BeamSearches(*of_engine, parts.output_lengths.observe)
+        self._parts = parts
         self._runner = parts.runner
         self._scheduler = parts.scheduler
         self._tables = parts.tables
-        self._constraints = parts.constraints
-        self._fingerprint = parts.fingerprint
         self._eos_token_ids = parts.eos_token_ids
-        self._output_lengths = parts.output_lengths
         self._totals = parts.totals
         self._num_arrivals = 0
 
@@ -150,15 +148,15 @@ class LiveSequences:
             self.beams.begin(sequence, self.limits)
         constraint = request.sampling.constraint
         if constraint is not None:
-            if self._constraints is None:
+            if self._parts.constraints is None:
                 raise InvalidRequest("constraints are not taken", code="unsupported_parameter")
-            sequence.constrained = self._constraints.begin(constraint)
+            sequence.constrained = self._parts.constraints.begin(constraint)
         if state is SequenceState.COMING:  # the prefill engine reports them
             sequence.next_prompt_logprob = len(request.prompt_token_ids)
         return sequence
 
     def _root_of(self, request: Request) -> BlockHash:
-        return root_hash(self._fingerprint, request.cache_salt, request.adapter_digest)
+        return root_hash(self._parts.fingerprint, request.cache_salt, request.adapter_digest)
 
     def _queue(self, sequence: Sequence) -> None:
         """File the sequence under its key, or the keys of its search, and let it wait for its
@@ -253,7 +251,7 @@ class LiveSequences:
         sequence.forks = ()
         sequence.token_ids.append(sampled.token_id)
         if not goes_on:
-            self._output_lengths.observe(sequence.num_outputs)
+            self._parts.output_lengths.observe(sequence.num_outputs)
             self._end(sequence)
         elif is_held:
             self._hold(sequence)
