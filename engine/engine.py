@@ -158,11 +158,7 @@ class Engine(LiveSequences):
         return began_s + lasts_s - early_s - launching_s
 
     def _launch(
-        self,
-        previous: StepInFlight | None,
-        output: StepOutput,
-        *,
-        is_waited_for: bool = False,
+        self, previous: StepInFlight | None, output: StepOutput, *, is_waited_for: bool = False
     ) -> StepInFlight | None:
         """Schedule and launch the step after `previous`; None if there is nothing to do.
 
@@ -299,20 +295,17 @@ class Engine(LiveSequences):
         self._collected_s = now_s
         self._ended_s = min(now_s, began_s + took_s) if is_hidden else now_s
         share = min(step.num_in_flight, self.limits.num_stages) / self.limits.num_stages
-        self._count(step, waited_s * share)
-        promise = self._scheduler.promise
-        if promise.outlasting_s or not promise.is_promising:
-            promise.observe(waited_s)
-        self._step_costs.observe(step.shape, took_s * share, waited_s * share)
-        if self._speculator is not None and step.shape.num_decodes:
-            self._speculator.passed(step.shape, took_s * share, has_drafts=step.has_drafts)
-
-    def _count(self, step: StepInFlight, seconds: float) -> None:
-        totals, shape = self._totals, step.shape
+        totals, shape, step_s = self._totals, step.shape, waited_s * share
         totals.num_prompt_tokens += shape.num_prompt_tokens
         totals.num_decode_tokens += shape.num_decodes
         if shape.num_decodes:
-            self.stats.decode_steps_s.append(seconds)
+            self.stats.decode_steps_s.append(step_s)
         if step.promise_s is not None:
             totals.num_promised_steps += 1
-            totals.num_kept_steps += seconds <= step.promise_s
+            totals.num_kept_steps += step_s <= step.promise_s
+        promise = self._scheduler.promise
+        if promise.outlasting_s or not promise.is_promising:
+            promise.observe(waited_s)
+        self._step_costs.observe(shape, took_s * share, step_s)
+        if self._speculator is not None and shape.num_decodes:
+            self._speculator.passed(shape, took_s * share, has_drafts=step.has_drafts)

@@ -211,11 +211,7 @@ class LiveSequences:
             store(sequence)
 
     def _advance(
-        self,
-        sequence: Sequence,
-        num_tokens: int,
-        sampled: SampledToken | None,
-        output: StepOutput,
+        self, sequence: Sequence, num_tokens: int, sampled: SampledToken | None, output: StepOutput
     ) -> None:
         """Account for one sequence's part of a completed step: `num_tokens` more are computed, and
         `sampled` follows them, if a token was sampled."""
