@@ -6,8 +6,7 @@
     rows    prompt tokens and decodes, the rows of the GEMMs: piecewise linear between KNOTS, never
             falling. Weights are read once, whatever the rows, until arithmetic takes longer; in a
             mixture of experts, the first rows add experts until all are read
-    pairs   (query, key) pairs of prompt tokens: n * c + n * (n + 1) / 2 for a chunk of n tokens
-            after c tokens
+    pairs   (query, key) pairs of prompt tokens
     keys    read by decodes: the sum of their context lengths
     mixed   prefill and decode attention in one step, which slow each other down
 
@@ -24,37 +23,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import mul
 
+from .step_shape import StepShape
+
 KNOTS = (0, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows
 _WIDTHS = tuple(end - begin for begin, end in pairwise(KNOTS))
 LEAST_PROMPT_TOKENS = 16  # in a step with decodes, so that prompts make progress
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """The work in one step. `pairs` and `keys`: see the module's docstring."""
-
-    num_prompt_tokens: int = 0
-    pairs: int = 0
-    num_decodes: int = 0
-    keys: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_prompt_tokens + self.num_decodes
-
-    def with_prompt(self, num_tokens: int, context: int) -> StepShape:
-        """This step with a chunk of `num_tokens` of a prompt that has `context` computed ones."""
-        return StepShape(
-            self.num_prompt_tokens + num_tokens,
-            self.pairs + pairs_of(num_tokens, context),
-            self.num_decodes,
-            self.keys,
-        )
-
-
-def pairs_of(num_tokens: int, context: int) -> int:
-    """(query, key) pairs of a prompt's chunk after `context` tokens."""
-    return num_tokens * context + num_tokens * (num_tokens + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)

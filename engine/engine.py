@@ -63,8 +63,7 @@ class Engine(LiveSequences):
     def measure_first_steps(self, budget_s: float) -> float:
         """See first_steps.py; call before the first request. Returns the seconds that it took."""
         assert not self.by_key, "their blocks would be overwritten"
-        costs, clock = self._step_costs, self._clock
-        return measure_first_steps(self._runner, self.limits, costs, budget_s, clock)
+        return measure_first_steps(self._parts, budget_s)
 
     @property
     def has_work(self) -> bool:
@@ -159,11 +158,7 @@ class Engine(LiveSequences):
         return began_s + lasts_s - early_s - launching_s
 
     def _launch(
-        self,
-        previous: StepInFlight | None,
-        output: StepOutput,
-        *,
-        is_waited_for: bool = False,
+        self, previous: StepInFlight | None, output: StepOutput, *, is_waited_for: bool = False
     ) -> StepInFlight | None:
         """Schedule and launch the step after `previous`; None if there is nothing to do.
 
@@ -228,8 +223,8 @@ class Engine(LiveSequences):
                 return None
             sampled = [*schedule.clear, *(one.sequence for one in schedule.others if one.samples)]
             constrained = [one for one in sampled if one.constrained is not None]
-            if constrained and self._constraints is not None:
-                find_masks(self._constraints, constrained, schedule)
+            if constrained and self._parts.constraints is not None:
+                find_masks(self._parts.constraints, constrained, schedule)
             for sequence, error in schedule.failed:
                 self._fail(sequence, error, output)
             if schedule.failed:
@@ -262,7 +257,7 @@ class Engine(LiveSequences):
         was on the device."""
         results = step.launched.collect()
         prompts = step.launched.prompt_logprobs()
-        step.fence.close()
+        self._tables.close_step(step.fence)
         self._measure(step, behind)
         live = step.fence.places  # without sequences that ended or were preempted in flight
         n = len(step.clear)
@@ -300,20 +295,17 @@ class Engine(LiveSequences):
         self._collected_s = now_s
         self._ended_s = min(now_s, began_s + took_s) if is_hidden else now_s
         share = min(step.num_in_flight, self.limits.num_stages) / self.limits.num_stages
-        self._count(step, waited_s * share)
-        promise = self._scheduler.promise
-        if promise.outlasting_s or not promise.is_promising:
-            promise.observe(waited_s)
-        self._step_costs.observe(step.shape, took_s * share, waited_s * share)
-        if self._speculator is not None and step.shape.num_decodes:
-            self._speculator.passed(step.shape, took_s * share, has_drafts=step.has_drafts)
-
-    def _count(self, step: StepInFlight, seconds: float) -> None:
-        totals, shape = self._totals, step.shape
+        totals, shape, step_s = self._totals, step.shape, waited_s * share
         totals.num_prompt_tokens += shape.num_prompt_tokens
         totals.num_decode_tokens += shape.num_decodes
         if shape.num_decodes:
-            self.stats.decode_steps_s.append(seconds)
+            self.stats.decode_steps_s.append(step_s)
         if step.promise_s is not None:
             totals.num_promised_steps += 1
-            totals.num_kept_steps += seconds <= step.promise_s
+            totals.num_kept_steps += step_s <= step.promise_s
+        promise = self._scheduler.promise
+        if promise.outlasting_s or not promise.is_promising:
+            promise.observe(waited_s)
+        self._step_costs.observe(shape, took_s * share, step_s)
+        if self._speculator is not None and shape.num_decodes:
+            self._speculator.passed(shape, took_s * share, has_drafts=step.has_drafts)

@@ -7,7 +7,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..core.request.request import Request
-from ..core.step_cost import StepCost, pairs_of
+from ..core.step_cost import StepCost
+from ..core.step_shape import pairs_of
 from .engine_parts import EngineParts
 from .kv.disk.disk_tier import DiskCounts
 from .kv.host_copies import HostCounts

@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..core.ports import Clock
 from ..core.request.sampling_params import SamplingParams
-from ..core.step_cost import StepShape, pairs_of
+from ..core.step_shape import StepShape, pairs_of
 from ..kernels.sampling.sample_spec import SampleSpec
+from .engine_parts import EngineParts
 from .execution.batch import SequenceSlice
-from .execution.runner_protocols import Runner
 from .kv.block_pool import NUM_RESERVED_BLOCKS
 from .kv.limits import EngineLimits
-from .scheduling.costs.step_cost_estimator import MIN_SAMPLES, StepCostEstimator
+from .scheduling.costs.step_cost_estimator import MIN_SAMPLES
 
 BUDGET_S = 2.5  # in all
 _SPEC = SampleSpec(SamplingParams(temperature=0.0), key=1)
@@ -87,32 +86,25 @@ def _batch(case: _Case, limits: EngineLimits) -> list[SequenceSlice]:
     return batch
 
 
-def measure_first_steps(
-    runner: Runner, limits: EngineLimits, costs: StepCostEstimator, budget_s: float, clock: Clock
-) -> float:
-    """Run the cases that fit in `budget_s`, observed by `costs`; returns the seconds taken. No
-    request may have blocks yet. Raises EngineFailed as the runner does."""
-    began_s = clock.monotonic_s()
+def measure_first_steps(parts: EngineParts, budget_s: float) -> float:
+    """Run the cases that fit in `budget_s`, observed by the step costs; returns the seconds taken.
+    No request may have blocks yet. Raises EngineFailed as the runner does."""
+    clock, began_s = parts.clock, parts.clock.monotonic_s()
     last_s, last_rows = 0.0, 1
-    for case in _cases(limits):
+    for case in _cases(parts.limits):
         rows = case.shape.num_rows
         expected_s = last_s * max(1.0, rows / last_rows)
         if clock.monotonic_s() - began_s + (MIN_SAMPLES + 2) * expected_s > budget_s:
             break
-        last_s = _measure(runner, _batch(case, limits), case.shape, costs, clock)
+        last_s = _measure(parts, _batch(case, parts.limits), case.shape)
         last_rows = rows
     return clock.monotonic_s() - began_s
 
 
-def _measure(
-    runner: Runner,
-    batch: list[SequenceSlice],
-    shape: StepShape,
-    costs: StepCostEstimator,
-    clock: Clock,
-) -> float:
+def _measure(parts: EngineParts, batch: list[SequenceSlice], shape: StepShape) -> float:
     """The seconds of the last of a few steps; the first does not count. Each is launched before
     the previous one is collected, as by the engine if the runner runs ahead."""
+    runner, costs, clock = parts.runner, parts.step_costs, parts.clock
     before = runner.launch(batch)
     ended_s = took_s = 0.0
     for number in range(MIN_SAMPLES + 1):

@@ -14,7 +14,7 @@ def find_masks(constraints: Constraints, constrained: Row[Sequence], schedule: S
     """Set `masks` of these sequences of the schedule. One whose grammar allows no token is added to
     `failed`; drafts that its grammar cannot follow are left out."""
     places = [one.constrained for one in constrained if one.constrained is not None]
-    tokens = [(one.output_token_ids, one.draft_token_ids) for one in constrained]
+    tokens = [(one.token_ids[one.num_prompt_tokens :], one.draft_token_ids) for one in constrained]
     found = constraints.masks([(c, *both) for c, both in zip(places, tokens, strict=True)])
     for sequence, masks in zip(constrained, found, strict=True):
         if sequence.allowed is not None and not isinstance(masks, InvalidRequest):

@@ -16,7 +16,7 @@ from .beams.beam_search import BeamSearch, BeamSearches
 from .engine_parts import EngineParts
 from .execution.batch import SampledToken
 from .kv.block_pool import BlockRefs, Reservation
-from .lora.adapter_room import refuse_adapter
+from .lora.adapter_room import check_adapter
 from .scheduling.forks import child_of
 from .scheduling.outputs import ChunkOutput, StepOutput, TokenOutput
 from .scheduling.sequence import Sequence, SequenceState
@@ -33,13 +33,11 @@ class LiveSequences:
         self.by_key: dict[str, Sequence] = {}
         of_engine = (parts.scheduler, self.by_key, parts.runner, parts.eos_token_ids)
         self.beams = BeamSearches(*of_engine, parts.output_lengths.observe)
+        self._parts = parts
         self._runner = parts.runner
         self._scheduler = parts.scheduler
         self._tables = parts.tables
-        self._constraints = parts.constraints
-        self._fingerprint = parts.fingerprint
         self._eos_token_ids = parts.eos_token_ids
-        self._output_lengths = parts.output_lengths
         self._totals = parts.totals
         self._num_arrivals = 0
 
@@ -142,11 +140,7 @@ class LiveSequences:
             raise InvalidRequest(f"{request.key} is here already")
         self.limits.check(request)
         if request.adapter is not None:
-            if self.adapters is None:
-                raise refuse_adapter()
-            self.adapters.check(request.adapter)
-            if request.sampling.use_beam_search:
-                raise InvalidRequest("beam search with a LoRA adapter", "use_beam_search")
+            check_adapter(self.adapters, request, request.adapter)
         self._num_arrivals += 1
         root = self._root_of(request)
         sequence = Sequence(request, self._num_arrivals, is_held, root, state=state)
@@ -154,15 +148,15 @@ class LiveSequences:
             self.beams.begin(sequence, self.limits)
         constraint = request.sampling.constraint
         if constraint is not None:
-            if self._constraints is None:
+            if self._parts.constraints is None:
                 raise InvalidRequest("constraints are not taken", code="unsupported_parameter")
-            sequence.constrained = self._constraints.begin(constraint)
+            sequence.constrained = self._parts.constraints.begin(constraint)
         if state is SequenceState.COMING:  # the prefill engine reports them
             sequence.next_prompt_logprob = len(request.prompt_token_ids)
         return sequence
 
     def _root_of(self, request: Request) -> BlockHash:
-        return root_hash(self._fingerprint, request.cache_salt, request.adapter_digest)
+        return root_hash(self._parts.fingerprint, request.cache_salt, request.adapter_digest)
 
     def _queue(self, sequence: Sequence) -> None:
         """File the sequence under its key, or the keys of its search, and let it wait for its
@@ -217,11 +211,7 @@ class LiveSequences:
             store(sequence)
 
     def _advance(
-        self,
-        sequence: Sequence,
-        num_tokens: int,
-        sampled: SampledToken | None,
-        output: StepOutput,
+        self, sequence: Sequence, num_tokens: int, sampled: SampledToken | None, output: StepOutput
     ) -> None:
         """Account for one sequence's part of a completed step: `num_tokens` more are computed, and
         `sampled` follows them, if a token was sampled."""
@@ -257,7 +247,7 @@ class LiveSequences:
         sequence.forks = ()
         sequence.token_ids.append(sampled.token_id)
         if not goes_on:
-            self._output_lengths.observe(sequence.num_outputs)
+            self._parts.output_lengths.observe(sequence.num_outputs)
             self._end(sequence)
         elif is_held:
             self._hold(sequence)

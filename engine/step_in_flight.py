@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.step_cost import StepShape
+from ..core.step_shape import StepShape
 from .execution.runner_protocols import LaunchedStep
 from .scheduling.block_tables import StepFence
 from .scheduling.schedule import ScheduledSequence

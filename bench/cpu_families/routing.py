@@ -9,7 +9,8 @@ from baton.core.ports import Clock
 from baton.core.request.request import Request, Ticket
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import column
-from baton.core.step_cost import StepCost, StepShape
+from baton.core.step_cost import StepCost
+from baton.core.step_shape import StepShape
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.prompt_router import PromptRouter

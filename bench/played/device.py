@@ -8,7 +8,8 @@ from typing import Protocol
 
 from baton.core.ports import Clock
 from baton.core.request.request import TokenLogprobs
-from baton.core.step_cost import StepCost, StepShape, pairs_of
+from baton.core.step_cost import StepCost
+from baton.core.step_shape import StepShape, pairs_of
 from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.runner_protocols import Runner
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from ..token_bucket import TokenBucket
+from .token_bucket import TokenBucket
 
 _log = logging.getLogger(__name__)
 

@@ -50,10 +50,7 @@ class BlockRefs(msgspec.Struct, frozen=True):
 
     @classmethod
     def pack(
-        cls,
-        block_ids: Iterable[int],
-        generations: Iterable[int],
-        hashes: Iterable[BlockHash] = (),
+        cls, block_ids: Iterable[int], generations: Iterable[int], hashes: Iterable[BlockHash] = ()
     ) -> BlockRefs:
         ids, drawn = np.fromiter(block_ids, _ID), np.fromiter(generations, _GENERATION)
         return cls(ids.tobytes(), drawn.tobytes(), b"".join(hashes))

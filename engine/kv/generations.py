@@ -89,21 +89,19 @@ class GenerationsReader:
         if _HEADER.unpack_from(self._memory) != expected:
             self._memory.close()
             raise HandoffFailed("the generation page is of another version or process")
-        self._values = memoryview(self._memory)[_HEADER.size :].cast("Q")
-        word = slice(_NUM_STEPS_OFFSET, _NUM_STEPS_OFFSET + 8)
-        self._num_steps = memoryview(self._memory)[word].cast("Q")
+        self._words = memoryview(self._memory).cast("Q")
 
     def match(self, block_ids: npt.NDArray[np.int64], known: npt.NDArray[np.uint64]) -> bool:
         """Whether these blocks have the generations `known`; the ids are within the page."""
-        return np.array_equal(np.frombuffer(self._values, np.uint64)[block_ids], known)
+        values = np.frombuffer(self._words, np.uint64, offset=_HEADER.size)
+        return np.array_equal(values[block_ids], known)
 
     def num_steps(self) -> int:
         """How many of the owner's steps have written their KV; 0 if they are not counted."""
-        return self._num_steps[0]
+        return self._words[_NUM_STEPS_OFFSET // 8]
 
     def close(self) -> None:
-        self._num_steps.release()
-        self._values.release()
+        self._words.release()
         self._memory.close()
 
 

@@ -27,7 +27,8 @@ import torch
 
 from ...core.engine_config import EngineConfig
 from ...core.errors import EngineFailed
-from ...core.step_cost import StepCost, StepShape, pairs_of
+from ...core.step_cost import StepCost
+from ...core.step_shape import StepShape, pairs_of
 from . import cuda_memory
 from .cuda_memory import find_runs, forget_error
 from .host_memory import HostMemory, cuda_pin, cuda_unpin

@@ -200,6 +200,15 @@ class AdapterRoom(Generic[U]):
         return self._count
 
 
+def check_adapter(room: AdapterRoom[U] | None, request: Request, adapter: Adapter) -> None:
+    """Raise InvalidRequest or Unavailable if the engine cannot serve a request with an adapter."""
+    if room is None:
+        raise refuse_adapter()
+    room.check(adapter)
+    if request.sampling.use_beam_search:
+        raise InvalidRequest("beam search with a LoRA adapter", "use_beam_search")
+
+
 def refuse_adapter() -> InvalidRequest:
     """The error of a request with an adapter to an engine that serves none."""
     text = "this engine serves no LoRA adapters: --enable-lora"

@@ -28,14 +28,7 @@ class StepFence:
     """
 
     places: dict[Sequence, int]
-    _open: list[StepFence]  # of all steps on the device
     fences: list[Fence] = field(default_factory=list)  # over the blocks of removed sequences
-
-    def close(self) -> None:
-        """The step has completed."""
-        self._open.remove(self)
-        for fence in self.fences:
-            fence.close()
 
 
 class BlockTables:
@@ -44,11 +37,7 @@ class BlockTables:
     """
 
     def __init__(
-        self,
-        pool: BlockPool,
-        cache: PrefixCache,
-        block_size: int,
-        host: HostPrefixes | None = None,
+        self, pool: BlockPool, cache: PrefixCache, block_size: int, host: HostPrefixes | None = None
     ) -> None:
         """`host`: the prefix cache's extension in host memory, if there is one."""
         self._pool = pool
@@ -56,7 +45,7 @@ class BlockTables:
         self.has_draft_model = False
         self._cache = cache
         self._block_size = block_size
-        self._steps: list[StepFence] = []
+        self._steps: list[StepFence] = []  # on the device
         self.num_queried_tokens = 0  # of all sequences that were allocated blocks
         self.num_hit_tokens = 0  # of them, those in cached blocks
 
@@ -173,9 +162,15 @@ class BlockTables:
 
     def open_step(self, places: dict[Sequence, int]) -> StepFence:
         """A step that uses the blocks of these sequences is about to be launched."""
-        step = StepFence(places, self._steps)
+        step = StepFence(places)
         self._steps.append(step)
         return step
+
+    def close_step(self, step: StepFence) -> None:
+        """The step has completed."""
+        self._steps.remove(step)
+        for fence in step.fences:
+            fence.close()
 
     def refs(self, sequence: Sequence, first: int, last: int) -> BlockRefs:
         """Its logical blocks [first, last), with hashes of those that are full once the launched

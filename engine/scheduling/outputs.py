@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...core.errors import BatonError
 from ...core.request.request import FinishReason, TokenLogprobs
-from ...core.step_cost import StepShape
+from ...core.step_shape import StepShape
 from ..execution.batch import SampledToken
 from ..kv.disk.disk_tier import DiskCounts
 from ..kv.host_copies import HostCounts
@@ -85,7 +85,7 @@ class Load:
     """How busy the engine is. `free_blocks` includes cached blocks that can be evicted.
 
     `waiting_tokens`: prompt tokens that are not computed, as far as is known; `waiting_by_caller`
-    adds up to them, and `waiting_pairs` are their (query, key) pairs (core/step_cost.py).
+    adds up to them, and `waiting_pairs` are their (query, key) pairs (core/step_shape.py).
     `held_blocks` are held for pullers, or will be once they are computed; `credit_blocks` more may
     be. `room_blocks` are left beside the estimated peak of all sequences and pending requests,
     cached prefixes of waiting prompts counted as not cached. `output_tokens`: the estimate for a

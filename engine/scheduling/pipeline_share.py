@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...core.step_cost import StepShape
+from ...core.step_shape import StepShape
 from ..kv.limits import EngineLimits
 from .costs.step_cost_estimator import StepCostEstimator
 from .queues import Queues

@@ -149,10 +149,13 @@ class Preemption:
             )
 
     def wait_again(self, sequence: Sequence) -> None:
-        """Queue it before all others."""
+        """Queue it before all others, as its caller was charged for it before."""
         sequence.state = SequenceState.WAITING
         _, _, num_to_compute = self._tables.find(sequence)
-        self._queues.add(sequence, num_to_compute, is_first=True)
+        queues = self._queues
+        queues.stalled_at = None
+        queues.waiting.add_first(sequence, sequence.request.caller_id, num_to_compute)
+        queues.waiting.refused_at = None  # the head is another now
 
 
 def _is_young_prompt(sequence: Sequence) -> bool:

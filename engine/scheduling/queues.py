@@ -124,15 +124,6 @@ class Queues:
     def _head_of(self, queue: RequestQueue) -> Sequence | None:
         return None if queue.refused_at == self.opportunities else queue.head
 
-    def add(self, sequence: Sequence, num_to_compute: int, *, is_first: bool = False) -> None:
-        """Queue the sequence behind all others of its caller. `is_first`: before all others, since
-        it was served, and its caller charged, before."""
-        self.stalled_at = None
-        add = self.waiting.add_first if is_first else self.waiting.add
-        add(sequence, sequence.request.caller_id, num_to_compute)
-        if is_first:
-            self.waiting.refused_at = None  # the head is another now
-
     def remove(self, sequence: Sequence) -> None:
         """End the sequence, whatever its state."""
         queues: dict[SequenceState, MutableSequence[Sequence] | RequestQueue] = {
@@ -147,8 +138,9 @@ class Queues:
         elif sequence.state is not SequenceState.PARKED:
             queues[sequence.state].remove(sequence)
         sequence.state = SequenceState.ENDED
-        if (group := sequence.group) is not None and group.has_ended and group in self.groups:
-            self.groups.remove(group)
+        group = sequence.group
+        if group is not None and all(s.state is SequenceState.ENDED for s in group.members):
+            self.groups = [other for other in self.groups if other is not group]
 
     def refuse_head(self, queue: RequestQueue) -> None:
         """The head does not fit: it stays the head, and is tried again when something is freed."""

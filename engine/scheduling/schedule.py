@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...core.errors import BatonError
-from ...core.step_cost import StepShape, pairs_of
+from ...core.step_shape import StepShape, pairs_of
 from .sequence import Sequence, SequenceState
 
 

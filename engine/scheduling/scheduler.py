@@ -77,11 +77,11 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue the sequence behind all others of its caller."""
-        if sequence.state is SequenceState.COMING:
-            self.queues.coming.add(sequence, sequence.request.caller_id, sequence.num_tokens)
-        else:
-            _, _, num_to_compute = self._tables.find(sequence)
-            self.queues.add(sequence, num_to_compute)
+        queue, num_tokens = self.queues.coming, sequence.num_tokens
+        if sequence.state is not SequenceState.COMING:
+            queue, (_, _, num_tokens) = self.queues.waiting, self._tables.find(sequence)
+            self.queues.stalled_at = None
+        queue.add(sequence, sequence.request.caller_id, num_tokens)
 
     def reserve(self) -> Sequence | None:
         """Allocate blocks for all slots of the next sequence whose KV is pulled; None: not now.
@@ -212,13 +212,6 @@ class Scheduler:
         if schedule.is_cut_for_less(context):
             self.promise.keep_behind(schedule, context)
 
-    def _can_end(self, schedule: Schedule, num_tokens: int, context: int) -> bool:
-        """Whether the last `num_tokens` of a prompt, behind `context`, have room in the step."""
-        if not schedule.can_end(num_tokens):
-            return False
-        is_less = schedule.is_cut_for_less(context)
-        return not is_less or num_tokens <= self.promise.room_behind(schedule, context)
-
     def _is_in_queue(self, sequence: Sequence) -> bool:
         """Whether other prompts wait, or another one is being computed."""
         if not self._limits.prefill_chunk_tokens:
@@ -269,10 +262,11 @@ class Scheduler:
             return schedule.should_begin(num_tokens)
         if not self._may_pass(sequence, before, num_tokens):
             return False
+        can_end = schedule.can_end(num_tokens)
+        if can_end and schedule.is_cut_for_less(context):
+            can_end = num_tokens <= self.promise.room_behind(schedule, context)
         is_shorter = _MUCH_SHORTER * num_tokens <= before.num_unlaunched_tokens
-        return self._can_end(schedule, num_tokens, context) or (
-            is_shorter and not schedule.num_prompt_tokens
-        )
+        return can_end or (is_shorter and not schedule.num_prompt_tokens)
 
     def _may_pass(self, sequence: Sequence, prefill: Sequence, num_tokens: int) -> bool:
         """Whether a waiting prompt with `num_tokens` to compute goes before a running prefill.
@@ -287,18 +281,13 @@ class Scheduler:
         return served(caller_id) + num_tokens <= served(other_id)
 
     def _try_admit(
-        self,
-        sequence: Sequence,
-        matched: list[int],
-        coming: list[int],
-        beside: list[Footprint],
+        self, sequence: Sequence, matched: list[int], coming: list[int], beside: list[Footprint]
     ) -> bool:
         admission, shared = self.admission, matched + coming
         if sequence.is_held and not admission.has_credit(sequence, shared, self.queues.holders()):
             return False
-        if not admission.fits(sequence, shared, beside):
-            return False
-        if not self._tables.allocate(sequence, matched, coming):
+        fits = admission.fits(sequence, shared, beside)
+        if not fits or not self._tables.allocate(sequence, matched, coming):
             return False
         if sequence.group is not None:
             self.queues.groups.append(sequence.group)

@@ -61,10 +61,6 @@ class SequenceGroup:
     is_forked: bool = False  # the first member, which began alone, has forked
 
     @property
-    def has_ended(self) -> bool:
-        return all(s.state is SequenceState.ENDED for s in self.members)
-
-    @property
     def num_absent(self) -> int:
         """Sequences that will need blocks and have none: not forked yet, or parked."""
         if not self.is_forked:
@@ -140,8 +136,7 @@ class Sequence:
         self.most_tokens = self.num_prompt_tokens + params.max_tokens
         self.needs_history = has_penalties(params) or params.constraint is not None
         self.allowed = mask_of(params.allowed_token_ids) if params.allowed_token_ids else None
-        is_masked = self.allowed is not None or params.constraint is not None
-        self.adds_to_specs = self.needs_history or is_masked or params.min_tokens > 0
+        self.adds_to_specs = self.needs_history or self.allowed is not None or params.min_tokens > 0
         self.sample_key = None
         if params.temperature > 0:
             self.sample_key = sample_key(params.seed, self.request.sample_index)
@@ -176,11 +171,6 @@ class Sequence:
     def num_outputs(self) -> int:
         """Output tokens over all attempts."""
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def output_token_ids(self) -> array[int]:
-        """Output tokens over all attempts that the host knows."""
-        return self.token_ids[len(self.request.prompt_token_ids) :]
 
     @property
     def num_to_come(self) -> int:

@@ -6,7 +6,8 @@ from itertools import chain
 
 from ...core.errors import PromiseRefused
 from ...core.request.request import Request
-from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
+from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost
+from ...core.step_shape import StepShape
 from ..kv.limits import EngineLimits
 from .costs.step_cost_estimator import StepCostEstimator
 from .pipeline_share import share_of

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.step_cost import KNOTS, StepCost, StepShape
+from ...core.step_cost import KNOTS, StepCost
+from ...core.step_shape import StepShape
 
 
 class Lengths(NamedTuple):

@@ -19,7 +19,8 @@ from typing import TypeAlias
 
 from ...core.errors import InvalidRequest
 from ...core.ports import Clock
-from ...core.step_cost import StepCost, StepShape
+from ...core.step_cost import StepCost
+from ...core.step_shape import StepShape
 from ..execution.batch import SampledToken
 from ..execution.constraints import Constraints
 from ..kv.limits import EngineLimits
@@ -207,7 +208,8 @@ class Speculator:
         if self._constraints is None or sequence.constrained is None or not drafts:
             return drafts
         end = next((i for i, one in enumerate(drafts) if one in self._eos_token_ids), len(drafts))
-        sample = (sequence.constrained, sequence.output_token_ids, drafts[:end])
+        outputs = sequence.token_ids[sequence.num_prompt_tokens :]
+        sample = (sequence.constrained, outputs, drafts[:end])
         try:
             return drafts[: self._constraints.num_fitting(sample)]
         except InvalidRequest:  # the sequence fails in this step

@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 from ...core.errors import PromiseRefused
 from ...core.ports import Clock
-from ...core.step_cost import pairs_of
+from ...core.step_shape import pairs_of
 from ..request.engine_link import EngineOutput
 from .prompts_in_flight import PromptsInFlight, SentPrompt
 from .reported_load import OthersPrompts, PromptSpeed, ReportedLoad
@@ -49,7 +49,7 @@ class _Prompt:
     sent_s: float
     num_tokens: int
     cached_tokens: int
-    pairs: int  # (query, key) pairs to compute, as in core/step_cost.py
+    pairs: int  # (query, key) pairs to compute, as in core/step_shape.py
     in_flight: SentPrompt | None
 
     @property

@@ -6,7 +6,8 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...core.step_cost import KNOTS, LEAST_PROMPT_TOKENS, StepCost, StepShape, pairs_of
+from ...core.step_cost import KNOTS, LEAST_PROMPT_TOKENS, StepCost
+from ...core.step_shape import StepShape, pairs_of
 from ...proto import codec
 from ...proto.v1 import node_pb2
 

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ...core.step_cost import StepCost, StepShape
+from ...core.step_cost import StepCost
+from ...core.step_shape import StepShape
 from ..engines.routing import ALIKE
 
 BROKEN = 1.05  # times the promise: measured costs are no more exact

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
+from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost
+from ...core.step_shape import StepShape
 from ..engines.reported_load import decodes_within, prompt_speed
 
 LEAST_GAIN = 0.05  # in the share of good requests, to change the number of engines

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from ...core.channels.token_bucket import TokenBucket
 from ...core.errors import RateLimited
 from ...core.ports import Clock
 from ...core.request.token_ids import TAG_DIGITS
-from ...core.token_bucket import TokenBucket
 from .caller import Caller
 
 _MINUTE_S = 60.0

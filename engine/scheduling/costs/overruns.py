@@ -10,7 +10,8 @@ import math
 import statistics
 from collections import deque
 
-from ....core.step_cost import StepCost, StepShape
+from ....core.step_cost import StepCost
+from ....core.step_shape import StepShape
 
 MIN_ERRORS = 10
 _NUM_STEPS, _MIN_OF_ROWS = 256, 8  # in all, and of one size

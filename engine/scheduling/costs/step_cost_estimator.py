@@ -16,7 +16,8 @@ import statistics
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
-from ....core.step_cost import StepCost, StepShape
+from ....core.step_cost import StepCost
+from ....core.step_shape import StepShape
 from .overruns import MIN_ERRORS, Overruns
 from .step_cost_fit import fit_step_cost
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ....core.step_cost import KNOTS, StepCost, StepShape
+from ....core.step_cost import KNOTS, StepCost
+from ....core.step_shape import StepShape
 
 _FLATTER_AFTER = KNOTS[1:7]  # rows that use all experts of a mixture
 _STEEPER_AFTER = (0, *KNOTS[5:])  # rows whose arithmetic takes longer than reading the weights

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from baton.core.step_cost import KNOTS, StepCost, StepShape
+from baton.core.step_cost import KNOTS, StepCost
+from baton.core.step_shape import StepShape
 from baton.proto.v1 import node_pb2
 
 

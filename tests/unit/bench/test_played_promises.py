@@ -13,7 +13,8 @@ from baton.bench.played.engine import EngineSetup
 from baton.bench.played.simulation import Simulation
 from baton.bench.simulated_goodput import H200_8B, H200_30B_A3B
 from baton.core.membership import Role
-from baton.core.step_cost import StepCost, StepShape
+from baton.core.step_cost import StepCost
+from baton.core.step_shape import StepShape
 
 TARGET_S, TTFT_S, PHASE_S = 0.024, 1.0, 20.0
 # Weights take half of a step that keeps the promise, and mixed steps have no extra cost.

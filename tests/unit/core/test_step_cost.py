@@ -6,12 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.step_cost import (
-    KNOTS,
-    StepCost,
-    StepShape,
-    pairs_of,
-)
+from baton.core.step_cost import KNOTS, StepCost
+from baton.core.step_shape import StepShape, pairs_of
 
 GPU = StepCost(0.0045, (*(0.0,) * 6, 7e-6, *(21e-6,) * 3), 9e-10, 3.1e-8, max_rows=8192)
 slopes = st.floats(0, 1e-4, allow_subnormal=False)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.token_bucket import TokenBucket
+from baton.core.channels.token_bucket import TokenBucket
 
 
 def num_begun(bucket: TokenBucket, num_wanted: int, now_s: float) -> int:

@@ -15,7 +15,7 @@ from fakes.timed_device import TimedDevice
 
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
-from baton.core.step_cost import StepShape
+from baton.core.step_shape import StepShape
 from baton.engine.engine import Engine
 from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SequenceSlice

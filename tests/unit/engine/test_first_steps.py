@@ -10,7 +10,7 @@ from fakes.clock import FakeClock
 from fakes.gateway.step_costs import linear_cost, mixture_s
 from fakes.runner import FakeRunner
 
-from baton.core.step_cost import StepShape, pairs_of
+from baton.core.step_shape import StepShape, pairs_of
 from baton.engine.engine import Engine
 from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SequenceSlice

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from engines.integrity import check_integrity
 from fakes.runner import FakeRunner
 
-from baton.core.errors import Overloaded, Unavailable
+from baton.core.errors import InvalidRequest, Overloaded, Unavailable
 from baton.core.request.request import Adapter, Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.engine import Engine
@@ -246,6 +246,16 @@ def test_what_is_held_needs_no_slot() -> None:
     engine.abort(held.key)
     check_integrity(engine)
     assert not room.running_names and engine.pool.counts.held == 0
+
+
+def test_a_beam_search_has_no_adapter() -> None:
+    engine = engine_with(AdapterRoom[Sequence](Copies(), 1, 4), "a")
+    beams = SamplingParams(temperature=0.0, use_beam_search=True, best_of=2)
+    with pytest.raises(InvalidRequest, match="beam search with a LoRA adapter"):
+        engine.add(replace(user("a", 1).request, sampling=beams))
+    with pytest.raises(Unavailable):
+        engine.add(replace(user("b", 2).request, sampling=beams))
+    assert not engine.has_work
 
 
 @pytest.mark.parametrize("hold", [False, True])

@@ -17,7 +17,8 @@ from fakes.timed_device import TimedDevice, TimedStep
 
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
-from baton.core.step_cost import StepCost, StepShape, pairs_of
+from baton.core.step_cost import StepCost
+from baton.core.step_shape import StepShape, pairs_of
 from baton.engine.engine import Engine
 from baton.engine.engine_parts import EngineParts
 from baton.engine.execution.batch import SequenceSlice

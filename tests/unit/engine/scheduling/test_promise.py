@@ -11,7 +11,8 @@ from fakes.scheduler_bench import Bench
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.step_cost import KNOTS, LEAST_PROMPT_TOKENS, StepCost, StepShape
+from baton.core.step_cost import KNOTS, LEAST_PROMPT_TOKENS, StepCost
+from baton.core.step_shape import StepShape
 from baton.engine.scheduling.step_promise import OUTLASTING, promised_tokens
 
 STEP_S, TOKEN_S = 0.004, 20e-6

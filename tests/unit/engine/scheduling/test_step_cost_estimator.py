@@ -10,7 +10,8 @@ from fakes.gateway.step_costs import mixture_s
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.step_cost import StepCost, StepShape
+from baton.core.step_cost import StepCost
+from baton.core.step_shape import StepShape
 from baton.engine.scheduling.costs.step_cost_estimator import StepCostEstimator
 
 STEP_S, TOKEN_S = 0.008, 45e-6

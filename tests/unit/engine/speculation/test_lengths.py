@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from baton.core.request.request import Request
 from baton.core.request.sampling_params import SamplingParams
-from baton.core.step_cost import StepCost, StepShape
+from baton.core.step_cost import StepCost
+from baton.core.step_shape import StepShape
 from baton.engine.execution.batch import SampledToken
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.costs.step_cost_estimator import StepCostEstimator

@@ -17,7 +17,7 @@ from baton.core.errors import Cancelled, DeadlineExceeded, Overloaded
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, Ticket
 from baton.core.request.sampling_params import SamplingParams
-from baton.core.step_cost import StepShape, pairs_of
+from baton.core.step_shape import StepShape, pairs_of
 from baton.gateway.admission.queue_limit import QueueLimit
 from baton.gateway.engines.engine_account import EngineAccount
 from baton.gateway.engines.engine_table import EngineTable

@@ -16,7 +16,8 @@ from baton.core.errors import PromiseRefused, Unavailable
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request, Ticket
 from baton.core.request.sampling_params import SamplingParams
-from baton.core.step_cost import StepCost, StepShape
+from baton.core.step_cost import StepCost
+from baton.core.step_shape import StepShape
 from baton.gateway.engines.engine_state import EngineState
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine

@@ -17,7 +17,8 @@ from baton.core.errors import Unavailable
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request, TokenLogprobs
 from baton.core.request.sampling_params import SamplingParams
-from baton.core.step_cost import StepCost, StepShape
+from baton.core.step_cost import StepCost
+from baton.core.step_shape import StepShape
 from baton.gateway.engines.cluster_view import _REPORT_S, ClusterView
 from baton.gateway.engines.engine_state import fits_promise
 from baton.gateway.engines.engine_table import EngineTable

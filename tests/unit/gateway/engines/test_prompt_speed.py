@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.step_cost import StepCost, StepShape
+from baton.core.step_cost import StepCost
+from baton.core.step_shape import StepShape
 from baton.engine.scheduling.step_promise import promised_tokens
 from baton.gateway.engines.reported_load import is_sane, prompt_speed
 

@@ -18,7 +18,8 @@ from baton.core.membership import Member, Role
 from baton.core.request.request import Adapter, PrefixSource
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.token_ids import column
-from baton.core.step_cost import StepCost, StepShape
+from baton.core.step_cost import StepCost
+from baton.core.step_shape import StepShape
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.plan_record import MOVE

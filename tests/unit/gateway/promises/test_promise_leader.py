@@ -12,7 +12,8 @@ from fakes.clock import FakeClock
 from fakes.gateway.engine_link import FakeLink
 
 from baton.core.membership import Member, Role
-from baton.core.step_cost import StepCost, StepShape
+from baton.core.step_cost import StepCost
+from baton.core.step_shape import StepShape
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import ReportedLoad

@@ -18,7 +18,7 @@ from baton.core.errors import Cancelled, DeadlineExceeded, NodeLost, Overloaded,
 from baton.core.membership import Role
 from baton.core.request.request import FinishReason
 from baton.core.request.sampling_params import SamplingParams
-from baton.core.step_cost import StepShape
+from baton.core.step_shape import StepShape
 from baton.gateway.request.answer import Answer
 from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import Blocked, Demand, EngineOutput, MustWait, Route
