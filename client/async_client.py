@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeVar, Unpack
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import Unpack
 
 import grpc
 
@@ -13,9 +13,7 @@ from ..core.errors import BatonError, Cancelled
 from . import unary_calls
 from .client import Connection, RunningStream
 from .messages import Chunk, GenerateParams, Result
-from .unary_calls import Call, ModelInfo, translate
-
-T = TypeVar("T")
+from .unary_calls import Call, ModelInfo, T, translate
 
 
 @contextmanager
@@ -33,7 +31,9 @@ def _typed_errors() -> Iterator[None]:
         raise Cancelled("the request was cancelled") from error.with_traceback(None)
 
 
-class AsyncGeneration(RunningStream, AsyncIterator[Chunk]):
+class AsyncGeneration(
+    RunningStream, AsyncIterator[Chunk], AbstractAsyncContextManager["AsyncGeneration"]
+):
     """One running request: `async for chunk in generation`, or `await generation.finish()`.
 
     Leaving early (`async with`, `cancel`, dropping the last reference) cancels the request.
@@ -71,14 +71,11 @@ class AsyncGeneration(RunningStream, AsyncIterator[Chunk]):
         """For contextlib.aclosing."""
         self.cancel()
 
-    async def __aenter__(self) -> AsyncGeneration:
-        return self
-
     async def __aexit__(self, *exc_info: object) -> None:
         self.cancel()
 
 
-class AsyncClient(Connection):
+class AsyncClient(Connection, AbstractAsyncContextManager["AsyncClient"]):
     """`async with AsyncClient("127.0.0.1:50051") as client: await client.generate("x").finish()`
 
     Its arguments and methods are those of Client.
@@ -113,9 +110,6 @@ class AsyncClient(Connection):
         method, request, read = call
         with _typed_errors():
             return read(await self._call(method, request, self._timeout_s))
-
-    async def __aenter__(self) -> AsyncClient:
-        return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()

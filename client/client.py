@@ -5,12 +5,12 @@ A `Client` is thread-safe: any number of threads and streams may use one at once
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
 
 import grpc
 from google.protobuf.message import Message
@@ -20,16 +20,14 @@ from ..core.metrics import TokenTimes
 from ..core.request.request import FinishReason, TokenLogprobs
 from ..proto import codec
 from ..proto.v1 import inference_pb2, inference_pb2_grpc
-from . import messages, unary_calls
+from . import messages
 from .channel import metadata_of, open_channel
 from .messages import Chunk, GenerateParams, Result
-from .unary_calls import Call, ModelInfo, translate
-
-T = TypeVar("T")
+from .unary_calls import Call, T, UnaryCalls, translate
 
 
 class Connection:
-    """The part that both clients share. Arguments: see Client."""
+    """What both clients share. Arguments: see Client."""
 
     _grpc: Any  # grpc, or grpc.aio
     _is_closed = False
@@ -129,11 +127,11 @@ class RunningStream:
         )
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the loop or the interpreter may be gone
+        with suppress(Exception):  # the loop or the interpreter may be gone
             self.cancel()
 
 
-class Generation(RunningStream, Iterator[Chunk]):
+class Generation(RunningStream, Iterator[Chunk], AbstractContextManager["Generation"]):
     """One running request: iterate over its chunks, or read its `result`.
 
     Leaving early (`with`, `close`, dropping the last reference) cancels the request on the server.
@@ -141,25 +139,19 @@ class Generation(RunningStream, Iterator[Chunk]):
 
     @property
     def result(self) -> Result:
-        """The whole result of the first sample; reads the rest of the stream if it is not complete.
-        Raises typed errors."""
+        """The first sample's result; reads the rest of the stream for it. Raises typed errors."""
         if 0 not in self._results:
-            self._read_rest()
+            deque(self, maxlen=0)
         if 0 not in self._results:
             raise BatonError("the stream ended without a result")
         return self._results[0]
 
     @property
     def results(self) -> tuple[Result, ...]:
-        """The results of all samples; reads the rest of the stream if they are not complete. Raises
-        typed errors."""
+        """The results of all samples; reads and raises like `result`."""
         if len(self._results) < self._num_samples:
-            self._read_rest()
+            deque(self, maxlen=0)
         return super().results
-
-    def _read_rest(self) -> None:
-        for _ in self:
-            pass
 
     def __next__(self) -> Chunk:
         if self._call is None:
@@ -177,14 +169,11 @@ class Generation(RunningStream, Iterator[Chunk]):
         """For contextlib.closing."""
         self.cancel()
 
-    def __enter__(self) -> Generation:
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
         self.cancel()
 
 
-class Client(Connection):
+class Client(Connection, UnaryCalls, AbstractContextManager["Client"]):
     """`with Client("127.0.0.1:50051") as client: client.generate("def f(").result.text`
 
     `api_key`: if the gateway requires one. `ca_file`: the CA of its certificate, PEM; `tls` alone
@@ -195,25 +184,8 @@ class Client(Connection):
     _grpc = grpc
 
     def generate(self, prompt: str | None = None, **params: Unpack[GenerateParams]) -> Generation:
-        """Start a request; see GenerateParams. Raises InvalidRequest for parameters that cannot be
-        encoded."""
+        """Start a request. Raises InvalidRequest for parameters that cannot be encoded."""
         return Generation(*self._start(prompt, params))
-
-    def tokenize(self, text: str) -> tuple[int, ...]:
-        """The token ids of a text, tokenised like a prompt."""
-        return self._unary(unary_calls.tokenize_call(text))
-
-    def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of these token ids."""
-        return self._unary(unary_calls.detokenize_call(token_ids))
-
-    def model_info(self) -> ModelInfo:
-        """The served model, and the nodes that serve it."""
-        return self._unary(unary_calls.model_info_call())
-
-    def abort(self, *ids: str) -> int:
-        """Cancel requests by gateway id or label; returns how many were in flight."""
-        return self._unary(unary_calls.abort_call(ids))
 
     def close(self) -> None:
         """Cancel running requests and close the connection."""
@@ -226,9 +198,6 @@ class Client(Connection):
             return read(self._call(method, request, self._timeout_s))
         except grpc.RpcError as error:
             raise translate(error) from error
-
-    def __enter__(self) -> Client:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -78,10 +78,7 @@ class GenerateParams(TypedDict, total=False):
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Consecutive tokens of a sample, from position `index` of its output on. The last chunk of the
-    sample has the `finish_reason`.
-
-    `logprobs`: parallel to the tokens if they were requested, else empty.
-    """
+    sample has the `finish_reason`. `logprobs`: parallel to the tokens if requested, else empty."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -94,11 +91,8 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class Result:
     """A finished sample: its output, the nodes that served it, and when each token arrived, by the
-    client's clock.
-
-    `prompt_logprobs`: of the prompt's tokens from the second one on, with sample 0 only, if they
-    were requested.
-    """
+    client's clock. `prompt_logprobs`: of the prompt's tokens from the second one on, with sample 0
+    only, if requested."""
 
     id: str
     text: str
@@ -125,8 +119,7 @@ class Result:
 def build_request(
     prompt: str | None, params: GenerateParams
 ) -> tuple[inference_pb2.GenerateRequest, float | None]:
-    """The request and its timeout in seconds. Raises InvalidRequest for a value that the message
-    cannot hold."""
+    """The request and its timeout in seconds. Raises InvalidRequest for an impossible value."""
     fields: dict[str, Any] = {name: value for name, value in params.items() if value is not None}
     prompt_token_ids = fields.pop("prompt_token_ids", None)
     if prompt is not None and prompt_token_ids is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -73,6 +74,29 @@ def _model_info(wire: inference_pb2.ModelInfo) -> ModelInfo:
         "nodes": tuple(NodeInfo(**node) for node in nodes),
     }
     return ModelInfo(**fields)
+
+
+class UnaryCalls(ABC):
+    """The calls as methods of Client."""
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """The token ids of a text, tokenised like a prompt."""
+        return self._unary(tokenize_call(text))
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of these token ids."""
+        return self._unary(detokenize_call(token_ids))
+
+    def model_info(self) -> ModelInfo:
+        """The served model, and the nodes that serve it."""
+        return self._unary(model_info_call())
+
+    def abort(self, *ids: str) -> int:
+        """Cancel requests by gateway id or label; returns how many were in flight."""
+        return self._unary(abort_call(ids))
+
+    @abstractmethod
+    def _unary(self, call: Call[T]) -> T: ...
 
 
 def translate(error: Any) -> BatonError:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Container, KeysView, Sequence
-from typing import Any, cast
+from collections.abc import Container, Sequence
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -78,10 +78,9 @@ def same_fields(source: Any, target: Any) -> dict[str, Any]:
     return {name: getattr(source, name) for name in _names(source) & _names(target)}
 
 
-def _names(holder: Any) -> KeysView[str]:
-    if hasattr(holder, "DESCRIPTOR"):
-        return cast(KeysView[str], holder.DESCRIPTOR.fields_by_name.keys())
-    return cast(KeysView[str], holder.__dataclass_fields__.keys())
+def _names(holder: Any) -> set[str]:
+    is_message = hasattr(holder, "DESCRIPTOR")
+    return set(holder.DESCRIPTOR.fields_by_name if is_message else holder.__dataclass_fields__)
 
 
 def constraint_from_wire(wire: common_pb2.SamplingParams) -> Constraint | None:
@@ -115,8 +114,7 @@ def token_ids_from_wire(packed: bytes) -> array[int]:
     try:
         token_ids.frombytes(packed)
     except ValueError as error:
-        message = "packed token ids are cut off"
-        raise InvalidRequest(message, "prompt", "invalid_value") from error
+        raise InvalidRequest("packed token ids are cut off", "prompt", "invalid_value") from error
     return token_ids
 
 

@@ -1,6 +1,5 @@
 """Kinds of request parameters: flags and numbers. Kinds of texts and token ids are in
-text_parameters.py; the table of the parameters themselves is in sampling_params.py.
-"""
+text_parameters.py; the table of the parameters themselves is in sampling_params.py."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def _integer(least: int, most: float, field: FieldKind, range: str, must: str) -
 
 
 def at_least(least: int) -> Kind:
-    """An integer from `least` on. The upper bound is that of the proto field; no message names
-    it."""
+    """An integer from `least` on, up to the bound of the proto field, which no message names."""
     field = integer(least, UINT32_MAX)
     return _integer(least, math.inf, field, f"{least} ...", f"must be at least {least}")
 

@@ -1,6 +1,5 @@
 """A request as engines receive it, why it ended, and the random keys and log-probabilities of its
-tokens. Its parameters are in sampling_params.py.
-"""
+tokens. Its parameters are in sampling_params.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Token ids as one column of uint32, `array("I")`: the form of a prompt from the wire to the
-device.
+"""Token ids as a column of uint32, `array("I")`: the form of a prompt from the wire to the device.
 
 Python objects would cost milliseconds: 32k ids as a tuple take 0.4 ms to make and as long to read.
 A column is copied in 10 us, and numpy reads it without a copy.
@@ -73,8 +72,7 @@ def root_hash(fingerprint: str, cache_salt: str = "", adapter: str = "") -> Bloc
 
 
 def block_hashes(root: BlockHash, token_ids: Iterable[int], block_size: int) -> list[BlockHash]:
-    """The hashes of all full blocks of `token_ids` after `root`, which may also be a block's
-    hash."""
+    """The hashes of the full blocks of `token_ids` after `root`, which may be a block's hash."""
     packed, block_bytes = pack(token_ids), NUM_BYTES * block_size
     full = packed[: len(packed) // block_bytes * block_bytes]
     # Copying a hasher takes half the time of making one.

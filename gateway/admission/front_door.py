@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +21,7 @@ from ..engines.engine_table import EngineTable
 from ..engines.prompt_router import PromptRouter
 from ..request.session_table import SessionTable, sessions_of
 from ..request.setbacks import SessionLimits, unfinished_run
-from ..security.caller import ADMIN, INFER, Caller
+from ..security.caller import INFER, Caller
 from ..security.tenancy import Tenancy, TenantAdmission
 from ..telemetry.call_feed import CallFeed
 from ..telemetry.calls.call_record import CallRecord
@@ -48,7 +48,7 @@ class FrontDoor:
     """
 
     model: ServedModel
-    _sessions: SessionTable
+    sessions: SessionTable
     _table: EngineTable
     tenancy: Tenancy
     _clock: Clock
@@ -90,11 +90,9 @@ class FrontDoor:
     ) -> AsyncIterator[RunningCall]:
         """Run a call for the duration of the block; leaving the block cancels what still runs.
 
-        `special_at`: the only spans of the text that are special tokens; None: special tokens are
-        recognised anywhere in it.
-
-        Raises subclasses of InvalidRequest, ModelNotFound, Overloaded, Unavailable before the
-        block, and in it the error that ended the call, even if a write to the client hangs.
+        `special_at`: see Tokenizer.encode. Raises subclasses of InvalidRequest, ModelNotFound,
+        Overloaded, Unavailable before the block, and in it the error that ended the call, even if a
+        write to the client hangs.
         """
         arrived_unix_ns, arrived_s = self._clock.unix_ns(), self._clock.monotonic_s()
         allowed_s = self._max_request_s
@@ -137,16 +135,6 @@ class FrontDoor:
                     num_outputs = max(record.num_delivered_tokens, record.num_computed_tokens)
                     admission.used_tokens = record.prompt_tokens + num_outputs
 
-    def abort(self, names: Sequence[str], caller: Caller) -> int:
-        """Cancel calls of the caller's tenant by gateway id or label; returns the number that ran.
-
-        With the scope `admin`: calls of any tenant. Raises PermissionDenied.
-        """
-        if ADMIN in caller.scopes:
-            return self._sessions.abort(names)
-        caller.check_scope(INFER)
-        return self._sessions.abort(names, caller.tenant)
-
     @contextmanager
     def admitted(self, caller: Caller) -> Iterator[TenantAdmission | None]:
         """Admit a call for the duration of the block, before any of it is parsed. Gives None for a
@@ -157,17 +145,17 @@ class FrontDoor:
         """
         caller.check_scope(INFER)
         with self.tenancy.admitted(caller) if caller.tenant else nullcontext() as admission:
-            self._sessions.admit(caller.caller_id)
+            self.sessions.admit(caller.caller_id)
             try:
                 yield admission
             finally:
-                self._sessions.leave(caller.caller_id)
+                self.sessions.leave(caller.caller_id)
 
     def _check_wait(
         self, caller: Caller, remaining_s: float, router: PromptRouter | None = None
     ) -> None:
         """Refuse a call that would wait too long, by what is known of it so far: see QueueLimit."""
-        must_wait = self._sessions.queue.shares or not self._table.has_idle_engine
+        must_wait = self.sessions.queue.shares or not self._table.has_idle_engine
         if must_wait or remaining_s <= 0:
             num_tokens = 0 if router is None else len(router.request.prompt_token_ids)
             cached = {} if router is None else router.cached(num_tokens)
@@ -184,8 +172,7 @@ class FrontDoor:
         admission: TenantAdmission | None,
         special_at: Spans | None,
     ) -> ValidatedRequest:
-        """Validate the request, charge it to the tenant, and put it into the tenant's part of the
-        prefix cache."""
+        """Validate the request, charge its tenant, and give it the tenant's part of the cache."""
         self.check_model(caller, wire.model)
         request = await validated(
             wire,
@@ -237,7 +224,7 @@ class FrontDoor:
                 self.feed.call_began(record)
                 try:
                     for session in reversed(sessions):  # the first one dispatches for all
-                        self._sessions.start(session)
+                        self.sessions.start(session)
                     yield call
                 except asyncio.CancelledError:
                     if call.error is None and patience.expired():
@@ -249,7 +236,7 @@ class FrontDoor:
                     call.push = None  # it refers to the call
                     for session in sessions:
                         if not session.is_over:
-                            self._sessions.cancel(session, Cancelled("the client went away"))
+                            self.sessions.cancel(session, Cancelled("the client went away"))
                     record.num_computed_tokens = sum(session.num_outputs for session in sessions)
                     if len(record.results) < record.request.options.n:
                         record.unfinished_run = unfinished_run(sessions[0])

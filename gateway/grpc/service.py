@@ -39,8 +39,7 @@ async def abort(context: Context, error: BatonError) -> None:
     if error.is_retryable and error.grpc_status in ("RESOURCE_EXHAUSTED", "UNAVAILABLE"):
         after_ms = str(math.ceil(error.retry_after_s * 1000))
         metadata += [("retry-after-ms", after_ms), (_PUSHBACK, after_ms)]
-    status = grpc.StatusCode[error.grpc_status]
-    await context.abort(status, error.message, tuple(metadata))
+    await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(metadata))
 
 
 @dataclass(eq=False)
@@ -64,7 +63,6 @@ class GrpcFront:
 
 def call_options(context: Context) -> dict[str, Any]:
     """Options of FrontDoor.generate: the client's deadline, and the W3C trace context."""
-
     options: dict[str, Any] = {"timeout_s": context.time_remaining()}
     for key in ("traceparent", "tracestate"):
         values = [value for name, value in context.invocation_metadata() or () if name == key]
@@ -84,37 +82,27 @@ class TypedErrors(grpc.aio.ServerInterceptor):
     """Around every method: a call that fails, or whose bytes cannot be parsed, ends with the status
     of a typed error. By default gRPC returns UNKNOWN with the name of a Python class."""
 
-    def __init__(self) -> None:
-        self._handlers: dict[str, Any] = {}  # by method
-
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        handler = self._handlers.get(details.method)
-        if handler is None and (original := await continuation(details)) is not None:
-            handler = self._handlers[details.method] = with_typed_errors(original)
-        return handler
+        handler = await continuation(details)
+        return handler and with_typed_errors(handler)
 
 
 def with_typed_errors(handler: Any) -> Any:
     """The handler of a method; unchanged if it takes a stream of requests."""
     if handler.request_streaming:
         return handler
-    parse: Any = handler.request_deserializer
     make: Any = grpc.unary_unary_rpc_method_handler
     behavior = handler.unary_unary
     if handler.response_streaming:
         make, behavior = grpc.unary_stream_rpc_method_handler, handler.unary_stream
 
-    def parse_or_none(data: bytes) -> Any:
+    async def answer(data: bytes, context: Any) -> Any:
         try:
-            return parse(data)
-        except DecodeError:
-            return None
-
-    async def answer(request: Any, context: Any) -> Any:
-        try:
-            if request is None:
+            try:
+                request = handler.request_deserializer(data)
+            except DecodeError as error:
                 message = "the bytes are no message of this method"
-                raise InvalidRequest(message, code="invalid_encoding")
+                raise InvalidRequest(message, code="invalid_encoding") from error
             return await behavior(request, context)
         except (grpc.aio.AbortError, NotImplementedError):  # it has set its own status
             raise
@@ -124,7 +112,7 @@ def with_typed_errors(handler: Any) -> Any:
             log.exception("a call failed by a bug")
             await abort(context, BatonError("internal error"))
 
-    return make(answer, parse_or_none, handler.response_serializer)
+    return make(answer, None, handler.response_serializer)
 
 
 class GenerateService(GrpcFront, inference_pb2_grpc.InferenceServicer):

@@ -11,10 +11,11 @@ from ...core.request.token_ids import column
 from ...core.version import version
 from ...proto.codec import same_fields
 from ...proto.v1 import inference_pb2
+from ..admission.front_door import FrontDoor
 from ..admission.text_calls import detokenize, tokenize
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
-from ..security.caller import METRICS
+from ..security.caller import ADMIN, INFER, METRICS, Caller
 from .service import Context, GenerateService
 
 _MAX_ABORTED = 1024  # of one call
@@ -31,7 +32,7 @@ class InferenceService(GenerateService):
         self, wire: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
         check_names(wire.ids)
-        num_aborted = self._door.abort(wire.ids, self._caller(context))
+        num_aborted = abort_calls(self._door, wire.ids, self._caller(context))
         return inference_pb2.AbortResponse(num_aborted=num_aborted)
 
     async def GetModelInfo(
@@ -74,3 +75,14 @@ def check_names(names: Sequence[str]) -> None:
     """Raise InvalidRequest for more requests to abort than one call may name."""
     if len(names) > _MAX_ABORTED:
         raise InvalidRequest(f"ids has more than {_MAX_ABORTED} items", "ids", "array_too_long")
+
+
+def abort_calls(door: FrontDoor, names: Sequence[str], caller: Caller) -> int:
+    """Cancel calls of the caller's tenant by gateway id or label; returns the number that ran.
+
+    With the scope `admin`: calls of any tenant. Raises PermissionDenied.
+    """
+    if ADMIN in caller.scopes:
+        return door.sessions.abort(names)
+    caller.check_scope(INFER)
+    return door.sessions.abort(names, caller.tenant)

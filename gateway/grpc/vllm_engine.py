@@ -29,7 +29,7 @@ from ..engines.prompt_router import why_not_ready
 from ..security.accepted_keys import AcceptedKeys
 from ..security.caller import INFER, METRICS
 from .service import Context, GrpcFront, call_options, send_node_names
-from .unary_methods import check_names
+from .unary_methods import abort_calls, check_names
 from .vllm_wire import Answer, request_from_vllm
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
@@ -68,7 +68,7 @@ class VllmEngineService(GrpcFront, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
 
     async def Abort(self, wire: Any, context: Context) -> Any:
         check_names(wire.request_ids)
-        self._door.abort(wire.request_ids, self._caller(context))
+        abort_calls(self._door, wire.request_ids, self._caller(context))
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(self, wire: Any, context: Context) -> Any:

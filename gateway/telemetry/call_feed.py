@@ -80,8 +80,7 @@ class CallFeed:
             return
         times.append((now_s, num_tokens))
         num_deliveries = len(times)
-        if num_tokens > 1:
-            noted.coalesced_tokens += num_tokens - 1
+        noted.coalesced_tokens += num_tokens - 1
         if num_deliveries > 1:
             gap_s = now_s - times[-2][0]
             noted.gaps_s.append(gap_s)

@@ -63,7 +63,7 @@ class WholeTexts(dict[int, str | None]):
         super().__init__()
         self.library = library
         self._is_byte_level = isinstance(library.decoder, decoders.ByteLevel)
-        self._hidden_ids = hidden_ids
+        self.hidden_ids = hidden_ids
         added = library.get_added_tokens_decoder()
         self._added_ids = added.keys()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -73,7 +73,7 @@ class WholeTexts(dict[int, str | None]):
         return text
 
     def _text(self, token_id: int) -> str | None:
-        if token_id in self._hidden_ids or self.library.id_to_token(token_id) is None:
+        if token_id in self.hidden_ids or self.library.id_to_token(token_id) is None:
             return ""
         if not self._is_byte_level or token_id in self._added_ids:
             return None  # whether special tokens are shown depends on the request

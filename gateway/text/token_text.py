@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import tokenizers
@@ -36,17 +37,30 @@ class TokenText:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data)
 
 
-def token_text(library: tokenizers.Tokenizer, token_id: int) -> TokenText:
+def token_texts(
+    library: tokenizers.Tokenizer, special_ids: Collection[int], hidden_ids: Collection[int]
+) -> Callable[[int], TokenText]:
+    """Token id -> its text; filled on look-up, so at most as large as the vocabulary."""
+
+    @functools.cache
+    def token(token_id: int) -> TokenText:
+        text, data = _text_of(library, token_id)
+        return TokenText(text, data, token_id in special_ids, token_id in hidden_ids)
+
+    return token
+
+
+def _text_of(library: tokenizers.Tokenizer, token_id: int) -> tuple[str, bytes]:
     """Empty for an id that the tokenizer does not know: models may have more than it."""
     piece = library.id_to_token(token_id)
     if piece is None:
-        return TokenText("", b"")
+        return "", b""
     text = decode_few(library, [token_id], skip_special_tokens=False)
     if REPLACEMENT in text:
-        return TokenText(text, _bytes_of(piece) or text.encode())
+        return text, _bytes_of(piece) or text.encode()
     if piece.startswith(_WORD_START) and not text.startswith(" "):
         text = f" {text}"  # a decoder strips the space of a text's first token
-    return TokenText(text, text.encode())
+    return text, text.encode()
 
 
 def _bytes_of(piece: str) -> bytes | None:

@@ -15,9 +15,10 @@ the queue. Knows no request; the model's EOS ids are given by the caller.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import tokenizers
@@ -27,7 +28,7 @@ from .least_tokens import MOST_BYTES, LeastTokens
 from .library_failures import refuse
 from .special_tokens import Spans, SpecialTokens
 from .text_stream import Detokenizer, WholeTexts
-from .token_text import TokenText, token_text
+from .token_text import TokenText
 
 INLINE_CHARS = 2000  # about a microsecond each
 LONG_CHARS = 1 << 16
@@ -57,15 +58,19 @@ class TextLanes:
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A loaded tokenizer. `hidden_ids` (the model's EOS ids) have no text."""
+    """A loaded tokenizer. The model's EOS ids have no text.
+
+    `token`: the text of one token by itself, special or not. `token_id`: the id of the token with
+    this text; None if there is none.
+    """
 
     _library: tokenizers.Tokenizer
     _whole_texts: WholeTexts
     _lanes: TextLanes
     _least: LeastTokens | None
     _special: SpecialTokens
-    hidden_ids: frozenset[int]
-    _tokens: dict[int, TokenText] = field(default_factory=dict)  # at most the vocabulary
+    token: Callable[[int], TokenText]
+    token_id: Callable[[str], int | None]
 
     async def encode(
         self,
@@ -73,7 +78,7 @@ class Tokenizer:
         *,
         adds_special_tokens: bool = True,
         special_at: Spans | None = None,
-        max_tokens: int | None = None,
+        max_tokens: int = sys.maxsize,
         param: str = "prompt",
     ) -> tuple[int, ...]:
         """The ids of a text, with or without the special tokens that the model's tokenizer adds.
@@ -84,17 +89,17 @@ class Tokenizer:
         """
 
         def work() -> tuple[int, ...]:
-            if max_tokens is not None and self._exceeds(text, max_tokens):
+            is_short = MOST_BYTES * len(text) <= max_tokens
+            if not is_short and self._least is not None and self._least.exceed(text, max_tokens):
                 raise _too_long(f"{len(text)} characters", max_tokens, param)
             try:
                 library, named = self._library, text
                 if special_at is not None:
                     library, named = self._special.named(text, special_at)
                 # Only the batch call releases the GIL while it works.
-                encoding = library.encode_batch_fast(
-                    [named], add_special_tokens=adds_special_tokens
-                )[0]
-                if max_tokens is not None and len(encoding) > max_tokens:
+                batch = library.encode_batch_fast([named], add_special_tokens=adds_special_tokens)
+                encoding = batch[0]
+                if len(encoding) > max_tokens:
                     raise _too_long(f"{len(encoding)} tokens", max_tokens, param)
                 if self._special.are_refused and special_at is None:
                     self._special.check_none(encoding, param)
@@ -104,45 +109,22 @@ class Tokenizer:
 
         return await self._lanes.run(len(text), work)
 
-    def _exceeds(self, text: str, max_tokens: int) -> bool:
-        """Whether a lower bound of its tokens, by its bytes, is above `max_tokens`."""
-        is_short = MOST_BYTES * len(text) <= max_tokens
-        return not is_short and self._least is not None and self._least.exceed(text, max_tokens)
-
     async def decode(
-        self, token_ids: Sequence[int], *, max_tokens: int | None = None, param: str = "ids"
+        self, token_ids: Sequence[int], *, max_tokens: int = sys.maxsize, param: str = "ids"
     ) -> str:
-        """The text of these ids, without special tokens.
-
-        Raises ContextLengthExceeded for more than `max_tokens`, InvalidRequest.
-        """
-        if max_tokens is not None and len(token_ids) > max_tokens:
+        """The text of these ids, without special tokens. Raises ContextLengthExceeded for more than
+        `max_tokens`, and InvalidRequest."""
+        if len(token_ids) > max_tokens:
             raise _too_long(f"{len(token_ids)} tokens", max_tokens, param)
 
         def work() -> str:
-            ids = [i for i in token_ids if i not in self.hidden_ids]
+            ids = [i for i in token_ids if i not in self._whole_texts.hidden_ids]
             try:
-                text: str = self._library.decode_batch([ids])[0]
+                return str(self._library.decode_batch([ids])[0])
             except BaseException as error:
                 refuse(error, "the model's tokenizer cannot decode these ids", param)
-            return text
 
         return await self._lanes.run(len(token_ids), work)
-
-    def token(self, token_id: int) -> TokenText:
-        """The text of one token by itself, special or not."""
-        if (found := self._tokens.get(token_id)) is None:
-            found = self._tokens[token_id] = replace(
-                token_text(self._library, token_id),
-                is_special=token_id in self._whole_texts.special_ids,
-                is_hidden=token_id in self.hidden_ids,
-            )
-        return found
-
-    def token_id(self, text: str) -> int | None:
-        """The id of the token with this text; None if there is none."""
-        found: int | None = self._library.token_to_id(text)
-        return found
 
     def detokenizer(
         self, prompt_token_ids: Sequence[int], *, skips_special_tokens: bool = True

@@ -15,6 +15,7 @@ from .least_tokens import least_tokens
 from .library_failures import is_failure
 from .special_tokens import MarkedEncoder, SpecialTokens, specials_of
 from .text_stream import WholeTexts
+from .token_text import token_texts
 from .tokenizer import TextLanes, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -52,15 +53,16 @@ def load_tokenizer(
         log.error(
             "no chats: special tokens of %s cannot be distinguished from text: %s", path, error
         )
-    hidden = frozenset(hidden_ids)
+    whole_texts = WholeTexts(library, frozenset(hidden_ids))
     unknown = spec["model"].get("unk_token")  # any text may have it
     found = {library.token_to_id(text) for text in specials if text != unknown}
     special_ids = frozenset(i for i in found if i is not None)
     return Tokenizer(
         library,
-        WholeTexts(library, hidden),
+        whole_texts,
         TextLanes(),
         least_tokens(spec),
         SpecialTokens(special_ids, marked, refuses_special),
-        hidden,
+        token_texts(library, whole_texts.special_ids, whole_texts.hidden_ids),
+        library.token_to_id,
     )

@@ -114,12 +114,10 @@ async def validated(
 def _token_ids(wire: inference_pb2.GenerateRequest, vocab_size: int) -> array[int]:
     """The prompt's ids; none of a text. Raises InvalidRequest."""
     if wire.WhichOneof("prompt") is None:
-        message = "give a prompt: text or token ids"
-        raise InvalidRequest(message, "prompt", "missing_required")
+        raise InvalidRequest("give a prompt: text or token ids", "prompt", "missing_required")
     ids = wire.token_ids
     if ids.packed and ids.ids:
-        message = "give token_ids as ids or packed, not both"
-        raise InvalidRequest(message, "prompt", "invalid_value")
+        raise InvalidRequest("give token_ids as ids or packed, not both", "prompt", "invalid_value")
     # A slice is copied at once, the field itself id by id.
     token_ids = token_ids_from_wire(ids.packed) if ids.packed else column(ids.ids[:])
     check_token_ids(token_ids, vocab_size, "prompt")
@@ -168,9 +166,8 @@ def check_sampling(
     stop_ids, allowed = sampling.stop_token_ids, sampling.allowed_token_ids
     leaves_none = set(allowed) <= set(stop_ids) if allowed else len(stop_ids) == vocab_size
     if sampling.min_tokens and leaves_none:
-        raise InvalidRequest(
-            "min_tokens leaves no token: all are stop ids", "min_tokens", "invalid_value"
-        )
+        message = "min_tokens leaves no token: all are stop ids"
+        raise InvalidRequest(message, "min_tokens", "invalid_value")
     return sampling
 
 

@@ -10,6 +10,7 @@ import pytest
 from baton.core import errors
 from baton.core.errors import BatonError, InvalidRequest, public_error
 from baton.gateway.grpc.service import with_typed_errors
+from baton.proto.v1 import inference_pb2
 
 INSIDE = "File /srv/baton/secret.py at 10.0.0.7:4711: cudaErrorIllegalAddress"
 # Raised with messages of our own only, or about the request.
@@ -61,7 +62,19 @@ async def test_a_bug_in_a_call_is_an_internal_error(error: Exception, details: s
         raise error
 
     context = _Context()
-    handler = with_typed_errors(grpc.unary_unary_rpc_method_handler(failing))
+    handler = with_typed_errors(grpc.unary_unary_rpc_method_handler(failing, bytes))
     with pytest.raises(_Aborted):
-        await handler.unary_unary(object(), context)
+        await handler.unary_unary(b"", context)
     assert context.details == details
+
+
+async def test_bytes_that_are_no_message_are_the_callers_fault() -> None:
+    async def never(request: Any, context: Any) -> None:
+        raise AssertionError("called")
+
+    context, parse = _Context(), inference_pb2.TokenizeRequest.FromString
+    handler = with_typed_errors(grpc.unary_unary_rpc_method_handler(never, parse))
+    with pytest.raises(_Aborted):
+        await handler.unary_unary(b"\xff", context)
+    assert context.status is grpc.StatusCode.INVALID_ARGUMENT
+    assert context.details == "the bytes are no message of this method"
