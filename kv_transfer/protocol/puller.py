@@ -75,7 +75,10 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
                 self._on_reserved(transfer_id, reservation)
             case WindowOpened(source, sees_steps):
                 if (pair := self.pairs.get(source)) is not None:
-                    self._on_ready(source, pair, sees_steps=sees_steps)
+                    pair.state, pair.sees_steps = PairState.READY, sees_steps
+                    for transfer in self.transfers.values():
+                        if transfer.source == source and transfer.state is PullerState.WAITING:
+                            self._attach(transfer, pair)
             case WindowFailed(source, error):
                 self.tombstones.add(source, error)
                 self._refuse(source, error)
@@ -111,11 +114,11 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             reservation=intent.reserved,
         )
         self.transfers[transfer_id] = transfer
-        pair = self.pairs.get(transfer.source)
+        pair = self.pairs.get(source)
         if pair is not None and pair.state is PairState.READY:
             self._attach(transfer, pair)
-        elif pair is not None:
-            self._open_if_wanted(transfer.source, pair)
+        elif pair is not None and pair.state is PairState.MATCHED:
+            self._on_matched(source, pair)
 
     def _refusal(self, intent: Intended) -> BatonError | None:
         if intent.ticket.puller_incarnation != self._hello.incarnation:
@@ -190,20 +193,11 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         self._send(source, self._hello)
 
     def _on_matched(self, source: str, pair: Pair) -> None:
-        self._open_if_wanted(source, pair)
-
-    def _open_if_wanted(self, source: str, pair: Pair) -> None:
+        """Open the window, now or for the first transfer."""
         transfers = self.transfers.values()
-        is_wanted = not pair.opens_late or any(t.source == source for t in transfers)
-        if is_wanted and pair.state is PairState.MATCHED:
+        if not pair.opens_late or any(t.source == source for t in transfers):
             pair.state = PairState.OPENING
             self._effects.append(OpenWindow(source, pair.host, pair.access))
-
-    def _on_ready(self, source: str, pair: Pair, *, sees_steps: bool) -> None:
-        pair.state, pair.sees_steps = PairState.READY, sees_steps
-        for transfer in self.transfers.values():
-            if transfer.source == source and transfer.state is PullerState.WAITING:
-                self._attach(transfer, pair)
 
     def _attached(self, source: str, transfer_id: str) -> PullerTransfer | None:
         """The transfer, if messages of this source about it count."""
@@ -248,11 +242,8 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
     # ---- time
 
     def _on_tick(self, now_s: float) -> None:
+        """Also renew all leases at one source in one message, when the first of them is due."""
         super()._on_tick(now_s)
-        self._renew_leases(now_s)
-
-    def _renew_leases(self, now_s: float) -> None:
-        """Renew all leases at one source in one message, when the first of them is due."""
         transfers = self.transfers.values()
         due = [t for t in transfers if t.renewal_s <= now_s]
         for source in dict.fromkeys(t.source for t in due):
