@@ -9,14 +9,7 @@ from __future__ import annotations
 import math
 from typing import assert_never
 
-from ...core.errors import (
-    BatonError,
-    Cancelled,
-    HandoffFailed,
-    NodeLost,
-    StaleBlocks,
-    UnknownTransfer,
-)
+from ...core.errors import BatonError, Cancelled, HandoffFailed, UnknownTransfer
 from ...core.ports import Clock
 from ...engine.kv.block_pool import Reservation
 from ..window.block_pairs import BlockPairs
@@ -90,12 +83,8 @@ class Puller(HandoffSide[PullerTransfer, events.PullEvent, events.PullEffect]):
         now_s, source = self._clock.monotonic_s(), intent.ticket.source_incarnation
         has_just_ended = self._ended_s.get(source, -math.inf) > now_s - self._link_wait_s
         link_by_s = now_s + (RELINK_WAIT_S if has_just_ended else self._link_wait_s)
-        transfer = PullerTransfer(
-            intent,
-            PullerState.WAITING,
-            expires_s=min(link_by_s, intent.deadline_s),
-            reservation=intent.reserved,
-        )
+        until_s = min(link_by_s, intent.deadline_s)
+        transfer = PullerTransfer(intent, until_s, reservation=intent.reserved)
         self.transfers[transfer_id] = transfer
         pair = self.pairs.get(source)
         if pair is not None and pair.state is PairState.READY:
@@ -111,9 +100,8 @@ class Puller(HandoffSide[PullerTransfer, events.PullEvent, events.PullEffect]):
         return self.tombstones.get(intent.ticket.transfer_id)
 
     def _attach(self, transfer: PullerTransfer, pair: Pair) -> None:
-        transfer.state = PullerState.ATTACHED
-        transfer.expires_s = transfer.intent.deadline_s
         intent = transfer.intent
+        transfer.state, transfer.expires_s = PullerState.ATTACHED, intent.deadline_s
         wanted = () if intent.reserved is None else tuple(intent.block_hashes)
         self._send(transfer.source, Attach(intent.ticket.transfer_id, pair.sees_steps, wanted))
 
@@ -153,12 +141,8 @@ class Puller(HandoffSide[PullerTransfer, events.PullEvent, events.PullEffect]):
             self._bury_if_still(transfer)
         elif outcome is PullOutcome.OK:
             self._complete_if_done(transfer)
-        elif transfer.is_orphaned:
-            self._end(transfer, NodeLost("the source was lost during the last pull"))
-        elif outcome is PullOutcome.STALE:
-            self._end(transfer, StaleBlocks("a block was reallocated during the pull"))
         else:
-            self._end(transfer, HandoffFailed(f"the pull ended {outcome.value}"))
+            self._end(transfer, transfer.failure(outcome))
 
     # ---- the source's side
 
