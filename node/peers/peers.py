@@ -20,7 +20,7 @@ from ...core.errors import BatonError
 from ...core.ports import Clock
 from ...kv_transfer.protocol import events
 from ...kv_transfer.protocol.ledger import ledger
-from ...kv_transfer.protocol.messages import Refused
+from ...kv_transfer.protocol.messages import Message, Refused
 from ...kv_transfer.protocol.puller import Puller
 from ...kv_transfer.protocol.source import Source
 from ..channels.engine_channels import EngineChannels
@@ -81,8 +81,8 @@ class Peers:
     def feed_source(self, event: events.SourceEvent) -> None:
         for effect in self._source.handle(event):
             match effect:
-                case events.Send():
-                    self._to_peer(Kind.PULLER, effect)
+                case events.Send(puller, message):
+                    self._to_peer(Kind.PULLER, puller, message)
                 case events.PinPrefix():
                     for answer in self.prefixes.lend(effect):
                         self.feed_source(answer)
@@ -99,8 +99,8 @@ class Peers:
     def feed_puller(self, event: events.PullerEvent) -> None:
         for effect in self._puller.handle(event):
             match effect:
-                case events.Send():
-                    self._to_peer(Kind.SOURCE, effect)
+                case events.Send(source, message):
+                    self._to_peer(Kind.SOURCE, source, message)
                 case events.StartPull():
                     self.pulls.start(effect)
                 case events.CancelPull(transfer_id):
@@ -128,11 +128,10 @@ class Peers:
 
     # -- both ----------------------------------------------------------------------------------
 
-    def _to_peer(self, kind: Kind, effect: events.Send) -> None:
+    def _to_peer(self, kind: Kind, peer: str, message: Message | Refused) -> None:
         """Send to gateways first: the error of a request must reach its gateway from the engine
         where it occurred, before the peer reports that the transfer was cancelled."""
         self._flush_gateways()
-        peer, message = effect.incarnation, effect.message
         if isinstance(message, Refused):
             log.warning("refused %s %s: %s", kind.value, peer, message.error.message)
         self._channels.to_peer(kind, peer, message)
