@@ -16,14 +16,7 @@ from ..core.request.request import Request, Ticket
 from ..core.request.timeline import Event
 from ..engine.engine import Engine
 from ..engine.kv.block_pool import Reservation
-from ..kv_transfer.protocol.events import (
-    Complete,
-    DropReservation,
-    Failed,
-    Intended,
-    IntentCancelled,
-    Reserved,
-)
+from ..kv_transfer.protocol import events
 from ..kv_transfer.protocol.messages import HandoffState
 from ..node.peers.peers import Peers
 from ..node.requests.request_io import Entry, RequestIO
@@ -54,12 +47,12 @@ class DecodeRole(EngineRole):
         hashes = self._engine.block_hashes(request)
         self._handoffs[entry.key] = Handoff(ticket, entry.samples, block_hashes=hashes)
         num_blocks = limits.blocks_for(request.num_known_tokens)
-        intended = Intended(ticket, entry.key, hashes, num_blocks, entry.deadline_s)
+        intended = events.Intended(ticket, entry.key, hashes, num_blocks, entry.deadline_s)
         self._peers.feed_puller(intended)
 
     def _cancel_handoff(self, intent: Handoff, error: BatonError) -> None:
         self._drop_intent(intent)
-        self._peers.feed_puller(IntentCancelled(intent.ticket.transfer_id))
+        self._peers.feed_puller(events.IntentCancelled(intent.ticket.transfer_id))
 
     def _drop_intent(self, intent: Handoff) -> None:
         """Stop waiting for blocks. Reserved ones are kept until DropReservation: the last copy into
@@ -71,7 +64,7 @@ class DecodeRole(EngineRole):
 
     # -- hand-offs -----------------------------------------------------------------------------
 
-    def failed(self, failed: Failed) -> None:
+    def failed(self, failed: events.Failed) -> None:
         """End the requests of a failed transfer. A cancelled one is not counted as failed."""
         if not isinstance(failed.error, Cancelled):
             self.counts.failed_transfers[failed.error.code] += 1
@@ -80,7 +73,7 @@ class DecodeRole(EngineRole):
             for sample in intent.samples:
                 self._requests.end(sample.key, failed.error)
 
-    def dropped(self, dropped: DropReservation) -> None:
+    def dropped(self, dropped: events.DropReservation) -> None:
         self._engine.drop(dropped.reservation)
 
     def reserve(self, key: str) -> None:
@@ -100,9 +93,9 @@ class DecodeRole(EngineRole):
                 if entry := self._requests.entries.get(sample.key):
                     self._requests.stamp(entry, Event.HANDOFF_QUEUED, entry.accepted_ns)
                     self._requests.stamp(entry, Event.TRANSFER_STARTED)
-            self._peers.feed_puller(Reserved(intent.ticket.transfer_id, reservation))
+            self._peers.feed_puller(events.Reserved(intent.ticket.transfer_id, reservation))
 
-    def complete(self, complete: Complete) -> None:
+    def complete(self, complete: events.Complete) -> None:
         """All KV has been pulled: decode. The next output reports the hand-off."""
         intent, reservation = self._handoffs.pop(complete.key), complete.reservation
         limits = self._engine.limits

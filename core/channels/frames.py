@@ -6,7 +6,6 @@ message.
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import struct
 
@@ -70,8 +69,8 @@ class FrameBuffer:
     def take(self) -> list[bytes]:
         """Remove all complete frames and return their payloads. Raises BrokenStream."""
         received, payloads, start = self._received, [], 0
-        while len(received) - start >= _LENGTH.size:
-            first = start + _LENGTH.size
+        while len(received) - start >= LENGTH_BYTES:
+            first = start + LENGTH_BYTES
             end = first + decode_length(received, start)
             if len(received) < end:
                 break
@@ -79,12 +78,3 @@ class FrameBuffer:
             start = end
         del received[:start]
         return payloads
-
-
-async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """The next payload; None at the end of the stream, also after a failed write."""
-    try:
-        length = decode_length(await reader.readexactly(LENGTH_BYTES))
-        return await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None

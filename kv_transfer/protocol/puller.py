@@ -9,36 +9,12 @@ from __future__ import annotations
 import math
 from typing import assert_never
 
-from ...core.errors import (
-    BatonError,
-    Cancelled,
-    HandoffFailed,
-    NodeLost,
-    StaleBlocks,
-    UnknownTransfer,
-)
+from ...core.errors import BatonError, Cancelled, HandoffFailed, UnknownTransfer
 from ...core.ports import Clock
 from ...engine.kv.block_pool import Reservation
 from ..window.block_pairs import BlockPairs
 from ..window.transport import PullOutcome
-from .events import (
-    CancelPull,
-    CloseWindow,
-    Complete,
-    DropReservation,
-    Failed,
-    Intended,
-    IntentCancelled,
-    OpenWindow,
-    PullEffect,
-    PullEnded,
-    PullEvent,
-    Reserve,
-    Reserved,
-    StartPull,
-    WindowFailed,
-    WindowOpened,
-)
+from . import events
 from .handoff_side import HandoffSide
 from .messages import Attach, Hello, Manifest, Message, Release, Renew, Revoked
 from .pairing import Pair, PairState
@@ -48,7 +24,7 @@ _COMPLETED = UnknownTransfer("the transfer is over: it completed")
 RELINK_WAIT_S = 0.3  # the dialler retries a link that ended after 0.1 s
 
 
-class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
+class Puller(HandoffSide[PullerTransfer, events.PullEvent, events.PullEffect]):
     """All transfers into one engine.
 
     `link_wait_s` bounds how long an intent waits for a pair that is not ready. If the link ended
@@ -62,21 +38,24 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         self._link_wait_s = link_wait_s
         self._ended_s: dict[str, float] = {}  # when recent links ended, by source
 
-    def _on_event(self, event: PullEvent) -> None:
+    def _on_event(self, event: events.PullEvent) -> None:
         match event:
-            case PullEnded(transfer_id, seq, outcome):
+            case events.PullEnded(transfer_id, seq, outcome):
                 self._on_pull_ended(transfer_id, seq, outcome)
-            case Intended():
+            case events.Intended():
                 self._on_intended(event)
-            case IntentCancelled(transfer_id):
+            case events.IntentCancelled(transfer_id):
                 if (transfer := self.transfers.get(transfer_id)) is not None:
                     self._end(transfer, None)
-            case Reserved(transfer_id, reservation):
+            case events.Reserved(transfer_id, reservation):
                 self._on_reserved(transfer_id, reservation)
-            case WindowOpened(source, sees_steps):
+            case events.WindowOpened(source, sees_steps):
                 if (pair := self.pairs.get(source)) is not None:
-                    self._on_ready(source, pair, sees_steps=sees_steps)
-            case WindowFailed(source, error):
+                    pair.state, pair.sees_steps = PairState.READY, sees_steps
+                    for transfer in self.transfers.values():
+                        if transfer.source == source and transfer.state is PullerState.WAITING:
+                            self._attach(transfer, pair)
+            case events.WindowFailed(source, error):
                 self.tombstones.add(source, error)
                 self._refuse(source, error)
             case _:
@@ -93,31 +72,27 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
 
     # ---- the gateway's and the engine's side
 
-    def _on_intended(self, intent: Intended) -> None:
+    def _on_intended(self, intent: events.Intended) -> None:
         transfer_id = intent.ticket.transfer_id
         refusal = self._refusal(intent)
         if refusal is not None:
-            self._effects.append(Failed(transfer_id, intent.key, refusal))
+            self._effects.append(events.Failed(transfer_id, intent.key, refusal))
             if intent.reserved is not None:
-                self._effects.append(DropReservation(transfer_id, intent.reserved))
+                self._effects.append(events.DropReservation(transfer_id, intent.reserved))
             return
         now_s, source = self._clock.monotonic_s(), intent.ticket.source_incarnation
         has_just_ended = self._ended_s.get(source, -math.inf) > now_s - self._link_wait_s
         link_by_s = now_s + (RELINK_WAIT_S if has_just_ended else self._link_wait_s)
-        transfer = PullerTransfer(
-            intent,
-            PullerState.WAITING,
-            expires_s=min(link_by_s, intent.deadline_s),
-            reservation=intent.reserved,
-        )
+        until_s = min(link_by_s, intent.deadline_s)
+        transfer = PullerTransfer(intent, until_s, reservation=intent.reserved)
         self.transfers[transfer_id] = transfer
-        pair = self.pairs.get(transfer.source)
+        pair = self.pairs.get(source)
         if pair is not None and pair.state is PairState.READY:
             self._attach(transfer, pair)
-        elif pair is not None:
-            self._open_if_wanted(transfer.source, pair)
+        elif pair is not None and pair.state is PairState.MATCHED:
+            self._on_matched(source, pair)
 
-    def _refusal(self, intent: Intended) -> BatonError | None:
+    def _refusal(self, intent: events.Intended) -> BatonError | None:
         if intent.ticket.puller_incarnation != self._hello.incarnation:
             return UnknownTransfer("the ticket names another incarnation of this puller")
         if intent.ticket.transfer_id in self.transfers:
@@ -125,16 +100,15 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         return self.tombstones.get(intent.ticket.transfer_id)
 
     def _attach(self, transfer: PullerTransfer, pair: Pair) -> None:
-        transfer.state = PullerState.ATTACHED
-        transfer.expires_s = transfer.intent.deadline_s
         intent = transfer.intent
+        transfer.state, transfer.expires_s = PullerState.ATTACHED, intent.deadline_s
         wanted = () if intent.reserved is None else tuple(intent.block_hashes)
         self._send(transfer.source, Attach(intent.ticket.transfer_id, pair.sees_steps, wanted))
 
     def _on_reserved(self, transfer_id: str, reservation: Reservation) -> None:
         transfer = self.transfers.get(transfer_id)
         if transfer is None:  # it ended before it had blocks
-            self._effects.append(DropReservation(transfer_id, reservation))
+            self._effects.append(events.DropReservation(transfer_id, reservation))
             return
         assert transfer.state is PullerState.QUEUED
         assert len(reservation.block_ids) >= transfer.intent.num_blocks
@@ -153,8 +127,9 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             ours = reservation.block_ids[first : first + len(sources)]
             pairs = BlockPairs.join(sources, ours)[num_cached:]
             transfer.in_flight.add(seq)
-            pull = StartPull(transfer.transfer_id, seq, transfer.source, pairs, manifest.step)
-            self._effects.append(pull)
+            self._effects.append(
+                events.StartPull(transfer.transfer_id, seq, transfer.source, pairs, manifest.step)
+            )
         self._complete_if_done(transfer)
 
     def _on_pull_ended(self, transfer_id: str, seq: int, outcome: PullOutcome) -> None:
@@ -166,12 +141,8 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             self._bury_if_still(transfer)
         elif outcome is PullOutcome.OK:
             self._complete_if_done(transfer)
-        elif transfer.is_orphaned:
-            self._end(transfer, NodeLost("the source was lost during the last pull"))
-        elif outcome is PullOutcome.STALE:
-            self._end(transfer, StaleBlocks("a block was reallocated during the pull"))
         else:
-            self._end(transfer, HandoffFailed(f"the pull ended {outcome.value}"))
+            self._end(transfer, transfer.failure(outcome))
 
     # ---- the source's side
 
@@ -190,20 +161,11 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         self._send(source, self._hello)
 
     def _on_matched(self, source: str, pair: Pair) -> None:
-        self._open_if_wanted(source, pair)
-
-    def _open_if_wanted(self, source: str, pair: Pair) -> None:
+        """Open the window, now or for the first transfer."""
         transfers = self.transfers.values()
-        is_wanted = not pair.opens_late or any(t.source == source for t in transfers)
-        if is_wanted and pair.state is PairState.MATCHED:
+        if not pair.opens_late or any(t.source == source for t in transfers):
             pair.state = PairState.OPENING
-            self._effects.append(OpenWindow(source, pair.host, pair.access))
-
-    def _on_ready(self, source: str, pair: Pair, *, sees_steps: bool) -> None:
-        pair.state, pair.sees_steps = PairState.READY, sees_steps
-        for transfer in self.transfers.values():
-            if transfer.source == source and transfer.state is PullerState.WAITING:
-                self._attach(transfer, pair)
+            self._effects.append(events.OpenWindow(source, pair.host, pair.access))
 
     def _attached(self, source: str, transfer_id: str) -> PullerTransfer | None:
         """The transfer, if messages of this source about it count."""
@@ -229,7 +191,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             self._pull(transfer, transfer.reservation)
         elif transfer.state is PullerState.ATTACHED:
             transfer.state = PullerState.QUEUED
-            self._effects.append(Reserve(transfer.transfer_id, transfer.intent.key))
+            self._effects.append(events.Reserve(transfer.transfer_id, transfer.intent.key))
 
     def _on_lost(self, source: str, pair: Pair | None, error: BatonError) -> None:
         """A transfer whose last chunk is being copied may still complete: generations decide."""
@@ -240,7 +202,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             else:
                 self._end(transfer, error, notify=False)
         if pair is not None and pair.state in (PairState.OPENING, PairState.READY):
-            self._effects.append(CloseWindow(source))
+            self._effects.append(events.CloseWindow(source))
             now_s = self._clock.monotonic_s()
             recent = {s: at for s, at in self._ended_s.items() if at > now_s - self._link_wait_s}
             self._ended_s = recent | {source: now_s}
@@ -248,11 +210,8 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
     # ---- time
 
     def _on_tick(self, now_s: float) -> None:
+        """Also renew all leases at one source in one message, when the first of them is due."""
         super()._on_tick(now_s)
-        self._renew_leases(now_s)
-
-    def _renew_leases(self, now_s: float) -> None:
-        """Renew all leases at one source in one message, when the first of them is due."""
         transfers = self.transfers.values()
         due = [t for t in transfers if t.renewal_s <= now_s]
         for source in dict.fromkeys(t.source for t in due):
@@ -269,7 +228,7 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             return
         assert reservation is not None
         transfer_id = transfer.transfer_id
-        self._effects.append(Complete(transfer_id, transfer.intent.key, state, reservation))
+        self._effects.append(events.Complete(transfer_id, transfer.intent.key, state, reservation))
         if not transfer.is_orphaned:
             self._send(transfer.source, Release(transfer_id))
         self.tombstones.add(transfer_id, _COMPLETED)
@@ -286,11 +245,11 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
             return
         transfer_id = transfer.transfer_id
         if error is not None:
-            self._effects.append(Failed(transfer_id, transfer.intent.key, error))
+            self._effects.append(events.Failed(transfer_id, transfer.intent.key, error))
         if notify and not transfer.is_orphaned and transfer.state is not PullerState.WAITING:
             self._send(transfer.source, Release(transfer_id))
         if transfer.in_flight:
-            self._effects.append(CancelPull(transfer_id))
+            self._effects.append(events.CancelPull(transfer_id))
         self.tombstones.add(transfer_id, error or Cancelled("the request was cancelled"))
         transfer.state = PullerState.ENDING
         transfer.expires_s = transfer.renewal_s = math.inf
@@ -301,5 +260,5 @@ class Puller(HandoffSide[PullerTransfer, PullEvent, PullEffect]):
         if transfer.in_flight:
             return
         if transfer.reservation is not None:
-            self._effects.append(DropReservation(transfer.transfer_id, transfer.reservation))
+            self._effects.append(events.DropReservation(transfer.transfer_id, transfer.reservation))
         del self.transfers[transfer.transfer_id]

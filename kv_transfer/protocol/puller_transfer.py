@@ -9,8 +9,9 @@ import enum
 import math
 from dataclasses import dataclass, field
 
-from ...core.errors import BatonError, DeadlineExceeded, HandoffFailed, NodeLost
+from ...core.errors import BatonError, DeadlineExceeded, HandoffFailed, NodeLost, StaleBlocks
 from ...engine.kv.block_pool import Reservation
+from ..window.transport import PullOutcome
 from .events import Intended
 from .messages import HandoffState, Manifest
 
@@ -49,8 +50,8 @@ class PullerTransfer:
     """
 
     intent: Intended
-    state: PullerState
     expires_s: float  # inf: ENDING, which lasts as long as the copies
+    state: PullerState = PullerState.WAITING
     next_seq: int = 0
     next_index: int = 0  # of a block
     handoff: HandoffState | None = None  # set by the last manifest
@@ -103,3 +104,11 @@ class PullerTransfer:
         if now_s >= self.intent.deadline_s:
             return DeadlineExceeded("the deadline passed before the KV had arrived")
         return NodeLost("no link to the source was established in time")
+
+    def failure(self, outcome: PullOutcome) -> BatonError:
+        """Why it ends with a pull that did."""
+        if self.is_orphaned:
+            return NodeLost("the source was lost during the last pull")
+        if outcome is PullOutcome.STALE:
+            return StaleBlocks("a block was reallocated during the pull")
+        return HandoffFailed(f"the pull ended {outcome.value}")

@@ -62,7 +62,7 @@ class SourceTransfer:
 
     transfer_id: str
     puller: str
-    state: SourceState
+    state: SourceState = SourceState.AWAITED
     offer: Offered | None = None  # None: AWAITED
     is_attached: bool = False  # manifests may be sent
     sees_steps: bool = False  # ... also of chunks whose step was only launched
@@ -103,7 +103,10 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
             case Chunk():
                 self._on_chunk(event)
             case Withdrawn(transfer_id, error):
-                self._on_withdrawn(transfer_id, error)
+                if (transfer := self.transfers.get(transfer_id)) is not None:
+                    self._end(transfer, error)
+                else:
+                    self.tombstones.add(transfer_id, error)
             case _:
                 assert_never(event)
 
@@ -119,12 +122,10 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
         if transfer is not None and transfer.puller != puller:
             self._send(transfer.puller, Revoked(transfer_id, _NOT_YOURS))
             transfer = None
-        if transfer is None:
-            transfer = SourceTransfer(transfer_id, puller, SourceState.COMPUTING)
-            self.transfers[transfer_id] = transfer
-        transfer.offer = offer
-        transfer.state = SourceState.COMPUTING
+        transfer = transfer or SourceTransfer(transfer_id, puller)
+        transfer.offer, transfer.state = offer, SourceState.COMPUTING
         transfer.expires_s = math.inf
+        self.transfers[transfer_id] = transfer
 
     def _refusal(self, offer: Offered) -> BatonError | None:
         if offer.ticket.source_incarnation != self._hello.incarnation:
@@ -148,12 +149,6 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
             transfer.state = SourceState.HELD
             self._renew(transfer)
         self._flush(transfer)
-
-    def _on_withdrawn(self, transfer_id: str, error: BatonError) -> None:
-        if (transfer := self.transfers.get(transfer_id)) is not None:
-            self._end(transfer, error)
-        else:
-            self.tombstones.add(transfer_id, error)
 
     # ---- the puller's side
 
@@ -185,8 +180,7 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
         is_new = transfer_id not in self.transfers and self.tombstones.get(transfer_id) is None
         if is_new:
             until_s = self._clock.monotonic_s() + self._lease_s
-            awaited = SourceTransfer(transfer_id, puller, SourceState.AWAITED, expires_s=until_s)
-            self.transfers[transfer_id] = awaited
+            self.transfers[transfer_id] = SourceTransfer(transfer_id, puller, expires_s=until_s)
         if (transfer := self._owned_or_denied(puller, transfer_id)) is None:
             return
         transfer.is_attached, transfer.sees_steps = True, attach.sees_steps
@@ -227,19 +221,15 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
 
     def _flush(self, transfer: SourceTransfer) -> None:
         """Send the manifests of all chunks that the puller may pull now."""
-        left_s = transfer.expires_s - self._clock.monotonic_s()
+        left_s = min(self._lease_s, max(0.0, transfer.expires_s - self._clock.monotonic_s()))
         while transfer.is_attached and transfer.unsent:
             chunk = transfer.unsent[0]
             is_computed = chunk.num_tokens <= transfer.num_tokens
             if not is_computed and not transfer.sees_steps:
                 return
+            step = 0 if is_computed else chunk.step
             manifest = Manifest(
-                chunk.transfer_id,
-                transfer.num_sent,
-                chunk.blocks,
-                min(self._lease_s, max(0.0, left_s)),
-                chunk.state,
-                step=0 if is_computed else chunk.step,
+                chunk.transfer_id, transfer.num_sent, chunk.blocks, left_s, chunk.state, step
             )
             transfer.unsent.popleft()
             transfer.num_sent += 1

@@ -175,12 +175,10 @@ class EngineLoop:
 
     def _add(self, link: Link) -> None:
         """Add a new link, which replaces an older one of the same pair."""
-        older = self._channels.links.add(link)
-        if older is not None:
+        if (older := self._channels.links.add(link)) is not None:
             self._lost(older)
         if link.kind is not Kind.GATEWAY:
-            linked = PeerLinked(link.name, link.host, link.opens_late)
-            self._peers.feeds[link.kind](linked)
+            self._peers.feeds[link.kind](PeerLinked(link.name, link.host, link.opens_late))
 
     def _end(self, link: Link, error: BatonError) -> None:
         if not link.channel.is_closed:

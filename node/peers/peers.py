@@ -18,27 +18,9 @@ from typing import Protocol, assert_never
 
 from ...core.errors import BatonError
 from ...core.ports import Clock
-from ...kv_transfer.protocol.events import (
-    CancelPull,
-    CloseWindow,
-    Complete,
-    DropReservation,
-    Failed,
-    OpenWindow,
-    PeerLinked,
-    PeerLost,
-    PeerMessage,
-    PinPrefix,
-    PullerEvent,
-    ReleaseBlocks,
-    Reserve,
-    Send,
-    SourceEvent,
-    StartPull,
-    Tick,
-)
+from ...kv_transfer.protocol import events
 from ...kv_transfer.protocol.ledger import ledger
-from ...kv_transfer.protocol.messages import Refused
+from ...kv_transfer.protocol.messages import Message, Refused
 from ...kv_transfer.protocol.puller import Puller
 from ...kv_transfer.protocol.source import Source
 from ..channels.engine_channels import EngineChannels
@@ -54,11 +36,11 @@ class Receiver(Protocol):
 
     def reserve(self, key: str) -> None: ...
 
-    def complete(self, complete: Complete) -> None: ...
+    def complete(self, complete: events.Complete) -> None: ...
 
-    def failed(self, failed: Failed) -> None: ...
+    def failed(self, failed: events.Failed) -> None: ...
 
-    def dropped(self, dropped: DropReservation) -> None: ...
+    def dropped(self, dropped: events.DropReservation) -> None: ...
 
 
 class Peers:
@@ -72,10 +54,10 @@ class Peers:
         self,
         source: Source,
         puller: Puller,
-        make_windows: Callable[[Callable[[PullerEvent], None]], Windows],
+        make_windows: Callable[[Callable[[events.PullerEvent], None]], Windows],
         channels: EngineChannels,
         flush_gateways: Callable[[], None],
-        make_prefixes: Callable[[Callable[[PullerEvent], None]], Prefixes],
+        make_prefixes: Callable[[Callable[[events.PullerEvent], None]], Prefixes],
         clock: Clock,
     ) -> None:
         """`make_windows` and `make_prefixes` get the function for their events; `flush_gateways`
@@ -89,22 +71,22 @@ class Peers:
         self.on_release: Callable[[str, BatonError | None], None] = lambda key, error: None
         self.handoffs: Receiver | None = None
         # Where events of a peer's link go, by the peer's kind.
-        self.feeds: Mapping[Kind, Callable[[PeerLinked | PeerLost | PeerMessage], None]] = {
+        self.feeds: Mapping[Kind, Callable[[events.PeerEvent], None]] = {
             Kind.PULLER: self.feed_source,
             Kind.SOURCE: self.feed_puller,
         }
 
     # -- transfers out of this engine ----------------------------------------------------------
 
-    def feed_source(self, event: SourceEvent) -> None:
+    def feed_source(self, event: events.SourceEvent) -> None:
         for effect in self._source.handle(event):
             match effect:
-                case Send():
-                    self._to_peer(Kind.PULLER, effect)
-                case PinPrefix():
+                case events.Send(puller, message):
+                    self._to_peer(Kind.PULLER, puller, message)
+                case events.PinPrefix():
                     for answer in self.prefixes.lend(effect):
                         self.feed_source(answer)
-                case ReleaseBlocks(transfer_id, key, error):
+                case events.ReleaseBlocks(transfer_id, key, error):
                     if key == LOAN_KEY:
                         self.prefixes.take_back(transfer_id)
                     else:
@@ -114,26 +96,26 @@ class Peers:
 
     # -- transfers into this engine ------------------------------------------------------------
 
-    def feed_puller(self, event: PullerEvent) -> None:
+    def feed_puller(self, event: events.PullerEvent) -> None:
         for effect in self._puller.handle(event):
             match effect:
-                case Send():
-                    self._to_peer(Kind.SOURCE, effect)
-                case StartPull():
+                case events.Send(source, message):
+                    self._to_peer(Kind.SOURCE, source, message)
+                case events.StartPull():
                     self.pulls.start(effect)
-                case CancelPull(transfer_id):
+                case events.CancelPull(transfer_id):
                     self.pulls.cancel(transfer_id)
-                case OpenWindow():
+                case events.OpenWindow():
                     self.windows.open(effect)
-                case CloseWindow(incarnation):
+                case events.CloseWindow(incarnation):
                     self.windows.close(incarnation)
-                case Reserve(transfer_id, key):
+                case events.Reserve(transfer_id, key):
                     self._receiver(transfer_id).reserve(key)
-                case Complete(transfer_id):
+                case events.Complete(transfer_id):
                     self._receiver(transfer_id).complete(effect)
-                case Failed(transfer_id):
+                case events.Failed(transfer_id):
                     self._receiver(transfer_id).failed(effect)
-                case DropReservation(transfer_id):
+                case events.DropReservation(transfer_id):
                     self._receiver(transfer_id).dropped(effect)
                 case _:
                     assert_never(effect)
@@ -146,11 +128,10 @@ class Peers:
 
     # -- both ----------------------------------------------------------------------------------
 
-    def _to_peer(self, kind: Kind, effect: Send) -> None:
+    def _to_peer(self, kind: Kind, peer: str, message: Message | Refused) -> None:
         """Send to gateways first: the error of a request must reach its gateway from the engine
         where it occurred, before the peer reports that the transfer was cancelled."""
         self._flush_gateways()
-        peer, message = effect.incarnation, effect.message
         if isinstance(message, Refused):
             log.warning("refused %s %s: %s", kind.value, peer, message.error.message)
         self._channels.to_peer(kind, peer, message)
@@ -159,9 +140,9 @@ class Peers:
         """Expire what is due. Returns the next deadline on the monotonic clock; inf: none."""
         now_s = self._clock.monotonic_s()
         if self._source.next_deadline_s() <= now_s:
-            self.feed_source(Tick())
+            self.feed_source(events.Tick())
         if self._puller.next_deadline_s() <= now_s:
-            self.feed_puller(Tick())
+            self.feed_puller(events.Tick())
         return min(self._source.next_deadline_s(), self._puller.next_deadline_s())
 
     @property

@@ -14,13 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ...kv_transfer.protocol.events import PullEnded, StartPull
-from ...kv_transfer.window.transport import (
-    PoolWindow,
-    PullHandle,
-    PullOutcome,
-    Starter,
-    failure,
-)
+from ...kv_transfer.window.transport import PoolWindow, PullHandle, PullOutcome, Starter, failure
 
 Post = Callable[[Callable[[], None]], None]
 

@@ -93,14 +93,6 @@ class RequestIO:
     def __post_init__(self) -> None:
         self._tombstones = Tombstones(self._clock)
 
-    def accept(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry | None:
-        """File a dispatch and its forks. None: rejected, which is reported to the gateway."""
-        try:
-            return self._open(gateway, dispatch)
-        except BatonError as error:
-            self.refuse(gateway, dispatch, error)
-            return None
-
     def refuse(self, gateway: str, dispatch: node_pb2.Dispatch, error: BatonError) -> None:
         """Report that a dispatch is rejected."""
         log.info("refused %s/%d: %s", dispatch.request_id, dispatch.attempt, error.message)
@@ -110,7 +102,8 @@ class RequestIO:
             )
             self._steps[gateway].outputs.append(output)
 
-    def _open(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry:
+    def accept(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry:
+        """File a dispatch and its forks. Raises BatonError; nothing is filed then."""
         request = codec.request_from_wire(dispatch)
         known = np.frombuffer(dispatch.prompt_token_ids + dispatch.output_token_ids, "<u4")
         if known.max(initial=0) >= self._vocab_size:
@@ -178,8 +171,7 @@ class RequestIO:
         output.token_ids.append(token.token_id)
         output.finish_reason = codec.FINISH_TO_WIRE[token.finish_reason]
         if request.sampling.logprobs is not None:
-            logprobs = TokenLogprobs(token.logprob, token.top)
-            output.logprobs.append(codec.logprobs_to_wire(logprobs))
+            output.logprobs.append(codec.logprobs_to_wire(TokenLogprobs(token.logprob, token.top)))
 
     def flush(self) -> None:
         """Send what is queued."""

@@ -56,8 +56,10 @@ class EngineRole(ABC):
         self.counts = node_pb2.Counters()  # of hand-offs, since the engine's incarnation began
 
     def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
-        entry = self._requests.accept(gateway, dispatch)
-        if entry is None:
+        try:
+            entry = self._requests.accept(gateway, dispatch)
+        except BatonError as error:
+            self._requests.refuse(gateway, dispatch, error)
             return
         begin = partial(self._begin, entry)
         try:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
-from ...core.channels.frames import encode_payload, read_frame
+from ...core.channels.frames import LENGTH_BYTES, decode_length, encode_payload
 from ...core.config import NodeConfig
 from ...core.errors import BatonError, NodeLost, StartupFailed
 from ...core.ports import Clock
@@ -214,6 +214,15 @@ async def _wait_ready(
                 raise StartupFailed(cause, hint=hint)
     code = await process.wait()
     raise StartupFailed(f"the engine process ended with {_describe(code)} while it was starting")
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """The next payload; None at the end of the stream, also after a failed write."""
+    try:
+        length = decode_length(await reader.readexactly(LENGTH_BYTES))
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
 
 
 def _describe(code: int) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from baton.core.channels.channel import FrameSocket
-from baton.core.channels.frames import MAX_FRAME_BYTES, BrokenStream, encode_payload, read_frame
+from baton.core.channels.frames import MAX_FRAME_BYTES, BrokenStream, encode_payload
+from baton.node.supervisor.engine_handle import read_frame
 from baton.proto.v1 import engine_pb2
 
 MESSAGE = engine_pb2.EngineInput(configure="{}" * 1000)

@@ -17,13 +17,18 @@ from fakes.clock import FakeClock
 from baton.cluster.entries import decode_entry
 from baton.cluster.known_nodes import ACCEPTED, ANY_ENGINE, LEDGERS, MEMBERS
 from baton.cluster.secret import ClusterSecret, handshake_key
-from baton.core.channels.frames import encode_payload, read_frame
+from baton.core.channels.frames import encode_payload
 from baton.core.channels.handshake import Dialer
 from baton.core.config import NodeConfig
 from baton.core.errors import NodeLost, Unauthenticated
 from baton.core.membership import Member, Role
 from baton.node.supervisor import rpc
-from baton.node.supervisor.engine_handle import HEARTBEATS_MISSED, EngineCommand, EngineHandle
+from baton.node.supervisor.engine_handle import (
+    HEARTBEATS_MISSED,
+    EngineCommand,
+    EngineHandle,
+    read_frame,
+)
 from baton.node.supervisor.rpc import NodeServicer
 from baton.proto.v1 import common_pb2, engine_pb2, node_pb2
 
