@@ -21,16 +21,7 @@ from ...kernels.kv.kv_blocks import rope_angles
 from ...kernels.lora.lora import AddsAdapters, Place
 from ...kernels.products.weights import Activations, Fp8Weight, Summand, Weight
 from .communicator import Communicator, LayerOps
-
-
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """Outputs [first, first + count) of the `full` ones of the checkpoint's projection `name`."""
-
-    name: str
-    count: int
-    first: int
-    full: int
+from .sharding import Outputs
 
 
 @dataclass(eq=False)
