@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 from ...core.request.request import FinishReason, TokenLogprobs
 from ...core.request.sampling_params import SamplingParams
-from ..execution.batch import Candidate, SampledToken
+from ...kernels.sampling.top_logprobs import Candidate
+from ..execution.batch import SampledToken
 
 
 class _Token(NamedTuple):

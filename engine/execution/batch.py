@@ -23,6 +23,7 @@ from torch import Tensor
 from ...core.request.sampling_params import SamplingParams
 from ...kernels.attention.attention import AttentionMetadata
 from ...kernels.sampling.sample_spec import SampleSpec
+from ...kernels.sampling.top_logprobs import Candidate
 
 Int64s = NDArray[np.int64]
 
@@ -157,8 +158,26 @@ class StepBatch(Sequence[SequenceSlice]):
         offsets = decodes.starts % block_size
         arrays[:, :n] = decodes.token_ids, decodes.starts, decodes.blocks * block_size + offsets
         if self.others:
-            _flatten_chunks(self.others, self.query_lens[n:], arrays[:, n:], block_size)
+            self._flatten_others(arrays[:, n:], block_size)
         return arrays
+
+    def _flatten_others(self, arrays: Int64s, block_size: int) -> None:
+        """Vectorised, as there may be many decodes with drafts."""
+        token_ids, positions, slots = arrays
+        lens = self.query_lens[len(self.decodes) :]
+        blocks: list[int] = []
+        block_offsets = []  # from a position's block number to its index in `blocks`
+        for piece, n in zip(self.others, lens, strict=True):
+            first, last = piece.start // block_size, (piece.start + n - 1) // block_size
+            block_offsets.append(len(blocks) - first)
+            blocks += piece.block_table[first : last + 1]
+        ids = chain.from_iterable(piece.token_ids for piece in self.others)
+        token_ids[:] = np.fromiter(ids, np.int64, len(token_ids))
+        counts = np.array(lens)
+        begins = np.array([piece.start for piece in self.others]) - (np.cumsum(counts) - counts)
+        positions[:] = np.arange(len(positions)) + np.repeat(begins, counts)
+        places = positions // block_size + np.repeat(block_offsets, counts)
+        slots[:] = np.array(blocks)[places] * block_size + positions % block_size
 
     def metadata(
         self, slots: Tensor, *, is_graph: bool = False, graph_decodes: int | None = None
@@ -222,43 +241,11 @@ class StepBatch(Sequence[SequenceSlice]):
         for piece in self.others:
             if piece.sample is None:
                 results.append(None)
-            elif piece.draft_samples:
-                at_drafts = tuple(islice(rows, len(piece.draft_samples)))
-                results.append(next(rows)._replace(at_drafts=at_drafts))
             else:
-                results.append(next(rows))
+                at_drafts = tuple(islice(rows, len(piece.draft_samples)))
+                last = next(rows)
+                results.append(last._replace(at_drafts=at_drafts) if at_drafts else last)
         return results
-
-
-def _flatten_chunks(
-    chunks: Sequence[SequenceSlice], lens: Sequence[int], arrays: Int64s, block_size: int
-) -> None:
-    """`flatten` for slices of any length, vectorised, as there may be many decodes with drafts."""
-    token_ids, positions, slots = arrays
-    blocks: list[int] = []
-    block_offsets = []  # from a position's block number to its index in `blocks`
-    for piece, n in zip(chunks, lens, strict=True):
-        first, last = piece.start // block_size, (piece.start + n - 1) // block_size
-        block_offsets.append(len(blocks) - first)
-        blocks += piece.block_table[first : last + 1]
-    num_tokens = token_ids.shape[0]
-    token_ids[:] = np.fromiter(
-        chain.from_iterable(piece.token_ids for piece in chunks), np.int64, num_tokens
-    )
-    counts = np.array(lens)
-    begins = np.array([piece.start for piece in chunks]) - (np.cumsum(counts) - counts)
-    positions[:] = np.arange(num_tokens) + np.repeat(begins, counts)
-    places = positions // block_size + np.repeat(block_offsets, counts)
-    slots[:] = np.array(blocks)[places] * block_size + positions % block_size
-
-
-class Candidate(NamedTuple):
-    """A token that a beam may continue with. `score` is its log-probability after bias, penalties
-    and masks, `logprob` that under the model's own distribution."""
-
-    token_id: int
-    score: float
-    logprob: float
 
 
 class SampledToken(NamedTuple):

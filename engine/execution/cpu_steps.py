@@ -37,24 +37,17 @@ class CompletedStep:
         return self.prompt
 
 
+@dataclass(eq=False)
 class CpuSteps:
     """Executes steps of `model` over the KV pool of `attention`."""
 
-    runs_ahead = False
+    model: StepModel
+    attention: AttentionBackend
+    block_size: int
+    adapters: RankAdapters | None = None
+    head: StepHead | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        model: StepModel,
-        attention: AttentionBackend,
-        block_size: int,
-        adapters: RankAdapters | None = None,
-    ) -> None:
-        self.model = model
-        self._is_last_stage = model.range.is_last
-        self._adapters = adapters
-        self._attention = attention
-        self._block_size = block_size
-        self.head: StepHead | None = None
+    runs_ahead = False
 
     def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
         """Compute the step. Raises EngineFailed, as `Runner.launch`."""
@@ -62,7 +55,7 @@ class CpuSteps:
         try:
             with torch.inference_mode():
                 hidden = self._forward(batch)
-                if not self._is_last_stage:
+                if not self.model.range.is_last:
                     return CompletedStep(batch.results([]))
                 return self._sample(batch, hidden)
         except RuntimeError as error:  # torch's: out of memory
@@ -91,8 +84,8 @@ class CpuSteps:
 
     def _forward(self, batch: StepBatch) -> Tensor:
         """Hidden states [tokens, hidden]."""
-        token_ids, positions, slots = map(torch.from_numpy, batch.flatten(self._block_size))
-        self._attention.plan(batch.metadata(slots))
-        if self._adapters is not None:
-            self._adapters.plan_step(batch.query_lens, batch.adapter_slots, len(token_ids))
-        return self.model.forward(token_ids, positions, slots, self._attention)
+        token_ids, positions, slots = map(torch.from_numpy, batch.flatten(self.block_size))
+        self.attention.plan(batch.metadata(slots))
+        if self.adapters is not None:
+            self.adapters.plan_step(batch.query_lens, batch.adapter_slots, len(token_ids))
+        return self.model.forward(token_ids, positions, slots, self.attention)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...core.request.request import TokenLogprobs
 from ...kernels.sampling.sampling import sample, token_logprobs
-from ...kernels.sampling.top_logprobs import candidates, top_logprobs
+from ...kernels.sampling.top_logprobs import Candidate, candidates, top_logprobs
 from ...kernels.upload import upload_numbers
-from .batch import Candidate, SampledToken, StepBatch
+from .batch import SampledToken, StepBatch
 
 Compute = Callable[[Tensor, slice], tuple[Tensor, ...]]  # from whole logits, of a part of the rows
 _MAX_ROWS = 64  # processed at once: a whole chunk's logits would not fit beside the pool

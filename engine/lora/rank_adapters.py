@@ -9,16 +9,14 @@ which adapter is where.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ...core.errors import AdapterRefused
-from ...kernels.lora.lora import NO_SLOT, AddsAdapters, Int32s, Place, TorchAdapters
-from ...kernels.products.weights import Activations
+from ...kernels.lora.lora import NO_SLOT, AddsAdapters, Int32s, TorchAdapters
 from ..model.decoder import Decoder
 from .adapter_files import HostAdapter, empty_rows, read_adapter
 from .layout import Layout
@@ -47,9 +45,8 @@ class RankAdapters:
 
             self._adds = TritonAdapters(self._bank, max_rows)
         self._host: dict[str, HostAdapter] = {}
-        self.is_active = False
         for product, place in self._layout.products:
-            product.adapters, product.place = self, place
+            product.adapters, product.place = self._adds, place
 
     def pin_memory(self, num_adapters: int) -> None:
         """Fill torch's cache of pinned memory: pinning more later would delay steps by 50 ms. Torch
@@ -109,24 +106,8 @@ class RankAdapters:
         found: Int32s = np.repeat(np.array(numbers, np.int32), [*lengths])
         of_rows[: len(found)] = found
         self._adds.plan(of_rows)
-        self.is_active = True
+        self._adds.is_active = True
 
     def rest(self) -> None:
         """Plan a step without adapters."""
-        self.is_active = False
-
-    def add_to(self, product: Callable[[], Tensor], x: Activations, place: Place) -> Tensor:
-        """`product` of x plus the adapters' part, launched right after it."""
-        y, shrunk = self._beside(product, x, place)
-        self._adds.expand(y, shrunk, place)
-        return y
-
-    def add_to_gated(self, product: Callable[[], Tensor], x: Activations, place: Place) -> Tensor:
-        """`ops.silu_and_mul` of `add_to`."""
-        return self._adds.expand_gated(*self._beside(product, x, place), place)
-
-    def _beside(
-        self, product: Callable[[], Tensor], x: Activations, place: Place
-    ) -> tuple[Tensor, Tensor]:
-        x = x if isinstance(x, Tensor) else x.dequantised(x.dtype)
-        return product(), self._adds.shrink(x, place)
+        self._adds.is_active = False

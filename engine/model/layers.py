@@ -11,45 +11,17 @@ construction/layers.py builds them. Knows no file, no weight name and no attenti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.kv.kv_blocks import rope_angles
-from ...kernels.lora.lora import Place
+from ...kernels.lora.lora import AddsAdapters, Place
 from ...kernels.products.weights import Activations, Fp8Weight, Summand, Weight
 from .communicator import Communicator, LayerOps
-
-
-class StepAdapters(Protocol):
-    """Adds a step's LoRA adapters to a product; called only if `is_active`. `place`: where the
-    product's adapter weights lie."""
-
-    is_active: bool
-
-    def add_to(self, product: Callable[[], Tensor], x: Activations, place: Place) -> Tensor:
-        """`product()`, plus the adapters' share of each row of x."""
-        ...
-
-    def add_to_gated(self, product: Callable[[], Tensor], x: Activations, place: Place) -> Tensor:
-        """`ops.silu_and_mul` of `add_to`."""
-        ...
-
-
-Product = Callable[[Tensor], Activations | Summand]  # x -> x @ weight^T
-
-
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """Outputs [first, first + count) of the `full` ones of the checkpoint's projection `name`."""
-
-    name: str
-    count: int
-    first: int
-    full: int
+from .sharding import Outputs
 
 
 @dataclass(eq=False)
@@ -65,7 +37,7 @@ class LinearBase:
     ops: LayerOps
     outputs: Sequence[Outputs]
     inputs: tuple[int, int, int]
-    adapters: StepAdapters | None = field(default=None, init=False)
+    adapters: AddsAdapters | None = field(default=None, init=False)
     place: Place = field(init=False)  # of this product's adapter weights
 
     @property

@@ -28,6 +28,16 @@ class Heads:
     num_kv_heads: int
 
 
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Outputs [first, first + count) of the `full` ones of the checkpoint's projection `name`."""
+
+    name: str
+    count: int
+    first: int
+    full: int
+
+
 def heads_of_rank(config: ModelConfig, rank: int, size: int) -> Heads:
     """The heads of one of `size` ranks, for a model that `check_divisible` accepts."""
     num_heads = config.num_heads // size

@@ -97,34 +97,31 @@ class TorchAttention:
             gathered = dequantize(gathered, self._dtype)
         kv = gathered.view(2, 1, self._kv_heads, -1, self._head_dim)
         k, v = kv.narrow(3, 0, s.seq_len).unbind(0)  # [1, kv_heads, seq_len, dim]
-        run, size = (self._run_decode, 1) if s.is_decode else (self._run_tile, _TILE_TOKENS)
+        window, size = self._windows[layer], 1 if s.is_decode else _TILE_TOKENS
         for first in range(s.first, s.last, size):
             last = min(first + size, s.last)
-            yield run(q[first:last], k, v, s.seq_len - s.last + last, self._windows[layer])
+            end = s.seq_len - s.last + last
+            start = 0 if window is None else max(0, end - (last - first) + 1 - window)
+            tile = q[first:last], k[:, :, start:end], v[:, :, start:end]
+            if s.is_decode:
+                yield self._run_decode(*tile)
+            else:
+                yield self._run_tile(*tile, self._masks[window])
 
-    def _run_decode(
-        self, q: Tensor, k: Tensor, v: Tensor, last_key: int, window: int | None
-    ) -> Tensor:
-        """q [1, heads, dim] of position last_key - 1 -> the same shape."""
-        first_key = 0 if window is None else max(0, last_key - window)
+    def _run_decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [1, heads, dim] of the last key's position -> the same shape."""
         # The heads of a group attend to the same keys: they are computed as rows of one head.
         grouped = q.view(1, self._kv_heads, -1, self._head_dim)
-        k, v = k[:, :, first_key:last_key], v[:, :, first_key:last_key]
         return F.scaled_dot_product_attention(grouped, k, v).reshape(q.shape)
 
-    def _run_tile(
-        self, q: Tensor, k: Tensor, v: Tensor, last_key: int, window: int | None
-    ) -> Tensor:
-        """q [t, heads, dim] of positions [last_key - t, last_key) -> the same shape."""
-        kv_heads, t = self._kv_heads, len(q)
-        first_key = 0 if window is None else max(0, last_key - t + 1 - window)
-        num_keys = last_key - first_key
+    def _run_tile(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """q [t, heads, dim] of the last t keys' positions -> the same shape."""
+        kv_heads, t, num_keys = self._kv_heads, len(q), k.shape[2]
         shape = (kv_heads, q.shape[1] // kv_heads, num_keys, self._head_dim)
-        mask = self._masks[window]
         out = F.scaled_dot_product_attention(
             q.view(t, kv_heads, -1, self._head_dim).permute(1, 2, 0, 3),
-            k[0, :, None, first_key:last_key].expand(shape),
-            v[0, :, None, first_key:last_key].expand(shape),
+            k[0, :, None].expand(shape),
+            v[0, :, None].expand(shape),
             attn_mask=mask[_TILE_TOKENS - t :, mask.shape[1] - num_keys :],
         )  # [kv_heads, group, t, dim]
         return out.permute(2, 0, 1, 3).reshape(q.shape)

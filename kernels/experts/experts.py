@@ -5,10 +5,12 @@ Also the reference of the choice of experts, in plain torch. Knows no layer and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..products.int4_weights import Int4Weight, PackedInt4
@@ -188,3 +190,22 @@ def choose_experts(logits: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
     if mixture.has_normed_weights:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, chosen
+
+
+def tokens_by_expert(
+    x: Tensor, mixture: Mixture, loads: LayerLoads | None
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each expert of this rank that a token of x [tokens, hidden] chose: its place on the rank, its
+    tokens' indices [n], and its weights for them [n, 1] of the type of x."""
+    # For few outputs, the order in which BLAS sums depends on the number of rows. Computed in
+    # float64 and rounded, a row's logits do not.
+    logits = F.linear(x.double(), mixture.router.double()).float()
+    weights, chosen = choose_experts(logits, mixture)
+    weights = weights.to(x.dtype)
+    if loads is not None:
+        loads.add(chosen)
+    for index in torch.unique(chosen).tolist():
+        local = index - mixture.first
+        if 0 <= local < mixture.num_local:
+            tokens, place = torch.where(chosen == index)
+            yield local, tokens, weights[tokens, place, None]

@@ -9,15 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..experts.experts import LayerLoads, Mixture, choose_experts
+from ..experts.experts import LayerLoads, Mixture, tokens_by_expert
 from ..products.int4_weights import Int4Weight
-from ..products.weights import (
-    Activations,
-    Fp8Weight,
-    Summand,
-    Weight,
-    quantise_activations,
-)
+from ..products.weights import Activations, Fp8Weight, Summand, Weight, quantise_activations
 
 
 class Ops:
@@ -75,26 +69,12 @@ class Ops:
         return self.rms_norm(residual.add_(x), weight, eps, reader)
 
     def experts(self, x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Tensor:
-        """The weighted sum of each token's experts on this rank; same shape as x.
-
-        Computes one expert after the other, over the tokens that chose it.
-        """
-        # For few outputs, the order in which BLAS sums depends on the number of rows. Computed in
-        # float64 and rounded, a row's logits do not.
-        logits = F.linear(x.double(), mixture.router.double()).float()
-        weights, chosen = choose_experts(logits, mixture)
-        weights = weights.to(x.dtype)
-        if loads is not None:
-            loads.add(chosen)
+        """The weighted sum of each token's experts on this rank; same shape as x."""
         out = torch.zeros_like(x)
-        for index in torch.unique(chosen).tolist():
-            local = index - mixture.first
-            if not 0 <= local < mixture.num_local:
-                continue
-            tokens, place = torch.where(chosen == index)
+        for local, tokens, weights in tokens_by_expert(x, mixture, loads):
             gated = self.gated_linear(x[tokens], mixture.gate_up.of(local), None)
             product = self.linear(gated, mixture.down.of(local), None)
-            out.index_add_(0, tokens, product * weights[tokens, place, None])
+            out.index_add_(0, tokens, product * weights)
         return out
 
     def experts_summand(self, x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Summand:

@@ -11,8 +11,10 @@ B includes the adapter's scaling. Knows no file and no request.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..layers.ops import silu_and_mul
+from ..products.weights import Activations
 
 Int32s = NDArray[np.int32]
 
@@ -37,26 +40,45 @@ class Place(NamedTuple):
     parts: tuple[int, ...]
 
 
-class AddsAdapters(Protocol):
-    """Adds a step's adapters to products."""
+class AddsAdapters(ABC):
+    """Adds a step's adapters to products; to be called only if `is_active`."""
 
+    is_active = False
+
+    @abstractmethod
     def set_rank(self, slot: int, rank: int) -> None: ...
 
+    @abstractmethod
     def plan(self, slots: Int32s) -> None:
         """Set the next step's adapters: the slot of each row, NO_SLOT for none."""
-        ...
 
+    @abstractmethod
     def shrink(self, x: Tensor, place: Place) -> Tensor:
         """x [rows, inputs] times the A of each row's adapter, for `expand`."""
-        ...
 
+    @abstractmethod
     def expand(self, y: Tensor, shrunk: Tensor, place: Place) -> None:
         """y [rows, outputs] += `shrunk` times the B of each row's adapter."""
-        ...
 
+    @abstractmethod
     def expand_gated(self, y: Tensor, shrunk: Tensor, place: Place) -> Tensor:
         """`ops.silu_and_mul` of the result of `expand`; y may be overwritten."""
-        ...
+
+    def add_to(self, product: Callable[[], Tensor], x: Activations, place: Place) -> Tensor:
+        """`product` of x plus the adapters' part, launched right after it."""
+        y, shrunk = self._beside(product, x, place)
+        self.expand(y, shrunk, place)
+        return y
+
+    def add_to_gated(self, product: Callable[[], Tensor], x: Activations, place: Place) -> Tensor:
+        """`ops.silu_and_mul` of `add_to`."""
+        return self.expand_gated(*self._beside(product, x, place), place)
+
+    def _beside(
+        self, product: Callable[[], Tensor], x: Activations, place: Place
+    ) -> tuple[Tensor, Tensor]:
+        x = x if isinstance(x, Tensor) else x.dequantised(x.dtype)
+        return product(), self.shrink(x, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +115,7 @@ def num_blocks(num_rows: int, num_slots: int) -> int:
     return min(num_rows, -(-num_rows // BLOCK_ROWS) + num_slots + 1)
 
 
-class TorchAdapters:
+class TorchAdapters(AddsAdapters):
     """`AddsAdapters` on a CPU, adapter by adapter.
 
     Sums in float64: the order in which BLAS sums depends on the number of rows, and a row's result

@@ -25,7 +25,7 @@ from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..launched import cdiv, launched, next_power_of_2
 from ..row_room import empty_rows
 from ..upload import upload_into
-from .lora import BLOCK_ROWS, Int32s, Place, RowGroups, num_blocks
+from .lora import BLOCK_ROWS, AddsAdapters, Int32s, Place, RowGroups, num_blocks
 
 _PART_INPUTS = 1024
 _TILE_WEIGHTS = 4096  # per iteration of shrink: few enough to be resident beside a product
@@ -183,7 +183,7 @@ def _expand_gated(
     tl.store(out + row[:, None] * width + column[None, :], value, mask=mask)
 
 
-class TritonAdapters:
+class TritonAdapters(AddsAdapters):
     """`AddsAdapters` on a GPU, over `bank` [slots, max rank, row size], for at most `max_rows`.
 
     `plan` does not wait for the device, and writes to fixed addresses that CUDA graphs read.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,15 @@ from .sample_spec import SampleSpec
 from .sampling import adjusted
 
 _LOW_32 = 0xFFFF_FFFF
+
+
+class Candidate(NamedTuple):
+    """A token that a beam may continue with. `score` is its log-probability after bias, penalties
+    and masks, `logprob` that under the model's own distribution."""
+
+    token_id: int
+    score: float
+    logprob: float
 
 
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

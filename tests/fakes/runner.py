@@ -17,8 +17,9 @@ import numpy as np
 
 from baton.core.request.request import TokenLogprobs, mix64, token_key
 from baton.core.request.sampling_params import SamplingParams
-from baton.engine.execution.batch import Candidate, SampledToken, SequenceSlice
+from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.kernels.sampling.sample_spec import SampleSpec
+from baton.kernels.sampling.top_logprobs import Candidate
 
 _SLOT = struct.Struct("<QQ")  # token id, chain
 GREEDY = SamplingParams(temperature=0.0)

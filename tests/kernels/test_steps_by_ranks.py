@@ -141,7 +141,7 @@ class Ranks:
 
 def _steps(config: EngineConfig, communicator: Any) -> GpuSteps:
     runner = ModelRunner(config, None, communicator)
-    steps = GpuSteps(runner.model, runner._steps._attention, config.kv_block_size, 16)
+    steps = GpuSteps(runner.model, runner._steps.attention, config.kv_block_size, 16)
     for size in steps.graphs.sizes:
         graph: Any = Graph(size, partial(steps._decode, steps.graphs.inputs(size)))
         steps.graphs._graphs[size] = graph

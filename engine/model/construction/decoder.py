@@ -11,10 +11,10 @@ from ....kernels.experts.experts import ExpertLoads, LayerLoads
 from ....kernels.kv.kv_blocks import HeadNorms
 from ..decoder import Attention, Decoder, DecoderLayer
 from ..experts import Experts
-from ..layers import MLP, Linear, Outputs, RowLinear
+from ..layers import MLP, Linear, RowLinear
 from ..model_config import ModelConfig
 from ..rotary import make_rotary_embedding
-from ..sharding import Heads, heads_of_rank
+from ..sharding import Heads, Outputs, heads_of_rank
 from ..stages import LayerRange
 from ..weights.placement import Placement
 from .experts import make_experts

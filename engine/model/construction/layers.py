@@ -11,7 +11,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from ..communicator import Communicator
-from ..layers import MLP, Embedding, GatedLinear, LinearBase, Outputs, RMSNorm, RowLinear
+from ..layers import MLP, Embedding, GatedLinear, LinearBase, RMSNorm, RowLinear
+from ..sharding import Outputs
 from ..weights.placement import Placement
 from ..weights.targets import Cut, Target
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from baton.core.request.request import FinishReason
 from baton.engine.beams.beam_group import BeamGroup, BeamRules, Hypothesis, num_candidates
-from baton.engine.execution.batch import Candidate, SampledToken
+from baton.engine.execution.batch import SampledToken
+from baton.kernels.sampling.top_logprobs import Candidate
 
 VOCAB_SIZE = 12
 EOS = 3

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from baton.core.channels.addresses import HOST_ID_BYTES
 from baton.core.errors import BatonError, HandoffFailed, InvalidRequest, StaleBlocks
 from baton.core.request.token_ids import BlockHash
-from baton.engine.execution.batch import Candidate, SampledToken
+from baton.engine.execution.batch import SampledToken
 from baton.engine.kv.block_pool import BlockRefs
+from baton.kernels.sampling.top_logprobs import Candidate
 from baton.kv_transfer.protocol.messages import (
     MAX_BLOCKS,
     MAX_CANDIDATES,
