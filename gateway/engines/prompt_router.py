@@ -14,10 +14,9 @@ from functools import partial
 
 from ...core.errors import Unavailable
 from ...core.membership import Role
-from ...core.request.sampling_params import SamplingParams
-from ...core.request.token_ids import BlockHash, block_hashes, column, root_hash, salted
+from ...core.request.token_ids import BlockHash, block_hashes, root_hash, salted
 from ...prefix_index.prefix_sources import NOTHING, NOTHING_CACHED, CachedPrefix, Fetch
-from ..request.engine_link import Avoid, Demand, MustWait, Route
+from ..request.engine_link import Avoid, Demand, Route
 from ..validation.validation import ValidatedRequest
 from .engine_state import EngineState, state_of
 from .engine_table import EngineTable
@@ -67,9 +66,9 @@ class PromptRouter:
         """See engine_link.Router. Engines with a suspect on trial are taken only if no other can
         be."""
         table, num_tokens, cached = self.table, demand.num_tokens, self.cached(demand.num_tokens)
-        states = self._states(demand, avoid, NOTHING_CACHED if table.policy.is_blind else cached)
+        states = self.states(demand, avoid, NOTHING_CACHED if table.policy.is_blind else cached)
         try:
-            plan, fetch = self._plan(states, demand, avoid, fingerprint)
+            plan, fetch = self.plan(states, demand, avoid, fingerprint)
         except Unavailable:
             table.plans.num_unavailable += 1
             raise
@@ -83,7 +82,7 @@ class PromptRouter:
         holds_first = decode.welcome.tbt_target_s > 0
         return Route(prefill, decode, (at_prefill, at_decode), fetch, holds_first)
 
-    def _states(
+    def states(
         self, demand: Demand, avoid: Avoid, cached: Mapping[str, CachedPrefix]
     ) -> list[EngineState]:
         """The states of the engines that can serve the request up to its last token."""
@@ -106,7 +105,7 @@ class PromptRouter:
             and (request.adapter is None or engine.welcome.max_loras)
         ]
 
-    def _plan(
+    def plan(
         self, states: list[EngineState], demand: Demand, avoid: Avoid, fingerprint: str | None
     ) -> tuple[Plan, Fetch | None]:
         """The plan, and the prefix that its prefill engine is to fetch from another engine."""
@@ -166,18 +165,3 @@ class PromptRouter:
 
     def _alike(self, fingerprint: str) -> list[LinkedEngine]:
         return [e for e in self.table.engines.values() if e.fingerprint == fingerprint]
-
-
-_ANY = ValidatedRequest(column((0,)), SamplingParams(), "")
-
-
-def why_not_ready(table: EngineTable) -> str:
-    """Why no request could be served now; empty if one could."""
-    router, demand, avoid = PromptRouter(table, _ANY), Demand(1), Avoid()
-    try:
-        router._plan(router._states(demand, avoid, NOTHING_CACHED), demand, avoid, None)
-    except Unavailable as error:
-        return error.message
-    except MustWait:
-        pass  # a cluster that is busy is ready
-    return ""
