@@ -106,9 +106,8 @@ class EngineConnection:
     def load_adapter(self, name: str, path: str) -> asyncio.Future[Loaded]:
         """Order it to read the adapter into host memory; the result is NodeLost if the connection
         ends first."""
-        number = next(_order_numbers)
-        self._orders[number] = future = asyncio.get_running_loop().create_future()
-        order = node_pb2.LoadAdapter(order_id=number, name=name, path=path)
+        order = node_pb2.LoadAdapter(order_id=next(_order_numbers), name=name, path=path)
+        self._orders[order.order_id] = future = asyncio.get_running_loop().create_future()
         self._send(node_pb2.GatewayMessage(load_adapter=order))
         return future
 
@@ -162,7 +161,8 @@ class EngineConnection:
                 refusal = codec.error_from_wire(loaded.error) if loaded.HasField("error") else None
                 self._resolve_order(loaded.order_id, refusal or loaded.digest)
             case "welcome":
-                self._check(message.welcome)
+                if self._stream.accepts(message.welcome):
+                    self._welcome = message.welcome
             case "engine_ended":
                 error = codec.error_from_wire(message.engine_ended)
                 self._has_died = not isinstance(error, HostLost)
@@ -171,11 +171,11 @@ class EngineConnection:
                 self._stream.end(codec.error_from_wire(message.refused).message)
 
     def _pass_on(self, step: node_pb2.StepOutputs) -> None:
+        outputs = [self._output(wire) for wire in step.outputs]
         try:
-            outputs = [self._output(wire) for wire in step.outputs]
             tokens = tokens_from_wire(step.tokens)
-        except EngineFailed as error:
-            self._stream.end(error.message)
+        except ValueError:
+            self._stream.end("its columns of tokens do not match")
             return
         if self._receive is not None:
             self._receive(outputs, tokens)
@@ -222,21 +222,7 @@ class EngineConnection:
             for event in received
         )
 
-    def _check(self, welcome: node_pb2.Welcome) -> None:
-        """Compare the Welcome with the directory's entry; a difference ends the stream."""
-        member = self.member
-        for field in ("incarnation", "role", "model", "fingerprint"):
-            expected = member.role.value if field == "role" else getattr(member, field)
-            if (found := getattr(welcome, field)) != expected:
-                self._stream.end(f"{field} is {found!r}, announced was {expected!r}")
-                return
-        self._welcome = welcome
-        self._stream.welcomed()
-
 
 def tokens_from_wire(wire: node_pb2.PlainTokens) -> list[PlainToken]:
-    """A step's plain tokens. Raises EngineFailed if the columns do not match."""
-    try:
-        return [*zip(wire.request_ids, wire.attempts, wire.indices, wire.token_ids, strict=True)]
-    except ValueError as error:
-        raise EngineFailed("its columns of tokens do not match") from error
+    """A step's plain tokens. Raises ValueError if the columns do not match."""
+    return [*zip(wire.request_ids, wire.attempts, wire.indices, wire.token_ids, strict=True)]

@@ -2,7 +2,7 @@
 
     connect ─► handshake ─► messages, the first of which is a Welcome ─► the reason of the end
 
-A silent engine counts as lost. Knows no message.
+A silent engine counts as lost. Knows no message but the Welcome.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _LIVES_S = 0.1  # a node whose port stays open for so long is not ending
 
 class EngineStream(asyncio.Protocol):
     """One attempt to connect to `member`. `take` is called for each message on its own, so that an
-    error in one affects no other, and for none after the end; its owner calls `welcomed` when one
-    is a valid Welcome. `transport`: to write frames to, once connected."""
+    error in one affects no other, and for none after the end; its owner asks `accepts` about the
+    Welcome. `transport`: to write frames to, once connected."""
 
     def __init__(
         self,
@@ -71,10 +71,17 @@ class EngineStream(asyncio.Protocol):
         self._over: asyncio.Future[str] = self._loop.create_future()  # the reason of the end
         self._last_received_s = clock.monotonic_s()
 
-    def welcomed(self) -> None:
-        """The engine's Welcome is valid."""
+    def accepts(self, welcome: node_pb2.Welcome) -> bool:
+        """Whether the Welcome agrees with the directory's entry; a difference ends the stream."""
+        member = self._member
+        for field in ("incarnation", "role", "model", "fingerprint"):
+            expected = member.role.value if field == "role" else getattr(member, field)
+            if (found := getattr(welcome, field)) != expected:
+                self.end(f"{field} is {found!r}, announced was {expected!r}")
+                return False
         if not self._welcome.done():
             self._welcome.set_result(None)
+        return True
 
     @property
     def is_over(self) -> bool:
