@@ -3,7 +3,8 @@ Makes the engines' request for what is still missing behind the tokens so far.""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field, replace
 
 from ...core.ports import Clock
 from ...core.request.request import FinishReason, Request
@@ -19,12 +20,13 @@ GATEWAY = "gateway"
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """The output of one session. `output_ids`: the tokens so far; `matched_stop`: the stop string
-    or stop token id that ended them; `transfer`: the hand-off of their KV, once it is over."""
+    """The output of one session. `step`: see TextStream; `output_ids`: the tokens so far;
+    `matched_stop`: the stop string or stop token id that ended them; `transfer`: the hand-off of
+    their KV, once it is over."""
 
     request_id: str
     request: ValidatedRequest
-    text: TextStream
+    step: InitVar[Callable[[int], str]]
     sink: ChunkSink
     clock: Clock
     arrived_unix_ns: int
@@ -34,9 +36,12 @@ class Answer:
     prompt_scores: PromptScores | None = None  # of the first sample, if requested
     transfer: TransferSummary | None = None
     _cached_tokens: int = 0
+    text: TextStream = field(init=False)
     timeline: list[Stamp] = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, step: Callable[[int], str]) -> None:
+        includes_stop = self.request.options.include_stop_str_in_output
+        self.text = TextStream(step, self.request.sampling, includes_stop=includes_stop)
         self.timeline = [Stamp(Event.ARRIVED, self.arrived_unix_ns, GATEWAY)]
         if self.request.sampling.prompt_logprobs is not None and not self.sample_index:
             self.prompt_scores = PromptScores(len(self.request.prompt_token_ids))

@@ -17,7 +17,6 @@ from typing import Any
 from ...core.errors import BatonError, Cancelled, Overloaded
 from ...core.ports import Clock, Entropy
 from ..text.no_tokenizer import NoTokenizer
-from ..text.text_stream import TextStream
 from ..text.tokenizer import Tokenizer
 from ..validation.validation import ValidatedRequest
 from .answer import Answer
@@ -229,20 +228,13 @@ def sessions_of(
     """One for each sample of a call; the first dispatches for all. `for_all`: see Session."""
     if request.num_samples > request.options.n:  # only the best of them are returned
         request, sink = best_of(request, sink)
-    options, sampling = request.options, request.sampling
+    skips = request.options.skip_special_tokens
 
     def session(sample_index: int, siblings: Sequence[Session] = ()) -> Session:
-        detokenizer = tokenizer.detokenizer(
-            request.prompt_token_ids, skips_special_tokens=options.skip_special_tokens
+        text = tokenizer.detokenizer(request.prompt_token_ids, skips_special_tokens=skips)
+        answer = Answer(
+            entropy.new_id(), request, text.step, sink, clock, arrived_unix_ns, sample_index
         )
-        text = TextStream(
-            detokenizer.step,
-            sampling.stop,
-            min_tokens=sampling.min_tokens,
-            includes_stop=options.include_stop_str_in_output,
-            stop_ids=sampling.stop_token_ids,
-        )
-        answer = Answer(entropy.new_id(), request, text, sink, clock, arrived_unix_ns, sample_index)
         return Session(answer, entropy=entropy, siblings=siblings, **for_all)
 
     siblings = [session(index) for index in range(1, request.num_samples)]

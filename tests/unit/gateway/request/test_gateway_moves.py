@@ -27,7 +27,6 @@ from baton.gateway.request.move import (
 )
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits, engine_lost
-from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
 TEXT = "abcdefghijklmnopqrstuvwxyz"
@@ -48,7 +47,7 @@ class Rig:
             Answer(
                 "r",
                 ValidatedRequest(PROMPT, params, "label"),
-                TextStream(Letters().step, params.stop),
+                Letters().step,
                 self.sink,
                 self.clock,
                 self.clock.unix_ns(),
