@@ -11,7 +11,7 @@ from ...core.request.request import FinishReason, Request
 from ...core.request.timeline import TERMINAL, Event, Stamp
 from ..text.text_stream import TextStream
 from ..validation.validation import ValidatedRequest
-from .engine_link import EngineOutput, Route, TransferSummary
+from .engine_link import EngineOutput, TransferSummary
 from .output_chunk import ChunkSink, OutputChunk, OutputToken, RequestResult
 from .prompt_scores import PromptScores
 
@@ -104,15 +104,9 @@ class Answer:
         return chunk
 
     def finish(
-        self,
-        route: Route,
-        reason: FinishReason,
-        chunk: OutputChunk,
-        *,
-        is_handed_over: bool,
-        num_attempts: int,
+        self, reason: FinishReason, chunk: OutputChunk, nodes: tuple[str, str | None], attempts: int
     ) -> None:
-        """Send the last chunk, with the result."""
+        """Send the last chunk, with the result. `nodes`: of the prompt, and of the decode."""
         if self.prompt_scores is not None and not self.output_ids:
             chunk.prompt_logprobs = self.prompt_scores.all()
         if self.matched_stop is None:
@@ -125,10 +119,10 @@ class Answer:
             prompt_tokens=len(self.request.prompt_token_ids),
             completion_tokens=len(self.output_ids),
             cached_tokens=self._cached_tokens,
-            prefill_node=route.prefill.name,
-            decode_node=route.decode.name if is_handed_over else None,
+            prefill_node=nodes[0],
+            decode_node=nodes[1],
             transfer=self.transfer,
-            attempts=num_attempts,
+            attempts=attempts,
             seed=self.request.sampling.seed,
             timeline=tuple(self.timeline),
         )

@@ -49,8 +49,7 @@ class SessionTable:
         self._max_num_requests = max_num_requests
         self._sessions: dict[str, Session] = {}
         self._timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
-        self._num_admitted = 0
-        self._admitted: Counter[int] = Counter()  # by caller
+        self._admitted: Counter[int] = Counter()  # requests in flight by caller
         self.is_idle = asyncio.Event()
         self.is_idle.set()
 
@@ -65,7 +64,7 @@ class SessionTable:
 
     def admit(self, caller_id: int = 0) -> None:
         """Count one more request in flight; raises Overloaded at the limit. Pair with `leave`."""
-        total, most = self._num_admitted, self._max_num_requests
+        total, most = self._admitted.total(), self._max_num_requests
         if total >= most - most // _RESERVED_SHARE:
             share = max(1, most // (1 + len(self._admitted)))
             if total >= most or self._admitted[caller_id] >= share:
@@ -73,17 +72,15 @@ class SessionTable:
                     f"{total} requests are in flight, {self._admitted[caller_id]} of this caller; "
                     "try again later"
                 )
-        self._num_admitted += 1
         self._admitted[caller_id] += 1
         self.is_idle.clear()
 
     def leave(self, caller_id: int = 0) -> None:
         """The call of an admitted request is over."""
-        self._num_admitted -= 1
         self._admitted[caller_id] -= 1
         if not self._admitted[caller_id]:
             del self._admitted[caller_id]
-        if self._num_admitted == 0:
+        if not self._admitted:
             self.is_idle.set()
 
     def start(self, session: Session) -> None:
@@ -174,8 +171,7 @@ class SessionTable:
             self._dispatch_waiting()
 
     def _dispatch_waiting(self) -> None:
-        if self.queue.shares:
-            self.queue.advance(lambda session: self._do(session, session.try_dispatch))
+        self.queue.advance(lambda session: self._do(session, session.try_dispatch))
 
     def _do(self, session: Session, call: Callable[..., None], *arguments: object) -> None:
         """Run a call of a session, then note its end or its next wake-up."""
