@@ -31,7 +31,7 @@ from ...core.request.timeline import Stamp
 from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, TransferSummary
-from .engine_stream import EngineStream, has_ended, is_local
+from .engine_stream import EngineStream, has_ended
 from .reported_load import ReportedLoad, load_from_wire
 
 # Called with the outputs of each step of a linked engine: LinkedEngine.receive.
@@ -74,7 +74,6 @@ class EngineConnection:
         self.member = member
         self._events = events
         self._clock = clock
-        self._is_local = is_local(member)
         self._stream = EngineStream(member, secret, self.take, clock, silence_s, tls)
         self._has_died: bool | None = None  # the process, while its node lives; None: unknown
         self._welcome: node_pb2.Welcome | None = None
@@ -189,9 +188,8 @@ class EngineConnection:
         except InvalidRequest as error:
             broken = EngineFailed(f"unreadable output: {error.message}")
             return EngineOutput(wire.request_id, wire.attempt, error=broken)
-        transfer = None
+        transfer, moved = None, wire.transfer
         if wire.HasField("transfer"):
-            moved = wire.transfer
             transfer = TransferSummary(moved.bytes, moved.cached_tokens, moved.transport)
         return EngineOutput(
             request_id=wire.request_id,
@@ -214,7 +212,7 @@ class EngineConnection:
             return ()
         newest_ns = max(event.monotonic_ns for event in received)
         our_ns = int(self._clock.monotonic_s() * 1e9)
-        is_same_clock = self._is_local and newest_ns <= our_ns
+        is_same_clock = self._stream.is_local and newest_ns <= our_ns
         ahead_ns = self._clock.unix_ns() - (our_ns if is_same_clock else newest_ns)
         node = self.member.name
         return tuple(

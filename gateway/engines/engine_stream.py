@@ -60,7 +60,7 @@ class EngineStream(asyncio.Protocol):
         self._clock = clock
         self._silence_s = silence_s
         self._tls = tls
-        self._is_local = is_local(member)
+        self.is_local = is_local(member)
         self._loop = asyncio.get_running_loop()
         self.transport: asyncio.Transport | None = None
         self._is_lost = False  # whether the transport is
@@ -119,7 +119,7 @@ class EngineStream(asyncio.Protocol):
     async def _connect(self) -> None:
         """Raises OSError, BatonError."""
         member = self._member
-        context = None if self._tls is None or self._is_local else self._tls.client_context()
+        context = None if self._tls is None or self.is_local else self._tls.client_context()
         name = None if context is None else role_name(member.role.value)
         sock = await open_socket(member)
         await self._loop.create_connection(
@@ -130,7 +130,7 @@ class EngineStream(asyncio.Protocol):
             GATEWAY,
             dialer=secrets.token_hex(16),
             listener=member.incarnation,
-            address=THIS_HOST if self._is_local else member.engine_address,
+            address=THIS_HOST if self.is_local else member.engine_address,
         )
         assert self.transport is not None
         self.transport.write(ours.opening)

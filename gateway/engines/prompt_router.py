@@ -130,8 +130,6 @@ class PromptRouter:
             size = engines[0].member.block_size
             listed = mirror.cached_blocks([engine.incarnation for engine in engines], chain)
             in_flight = prompts.common_blocks(fingerprint, salt, request.prompt_token_ids, size)
-            if not listed and not in_flight:
-                continue
             for engine in engines:
                 name = engine.incarnation
                 blocks = listed.get(name, 0), in_flight.get(name, 0)
