@@ -147,16 +147,14 @@ class PromptRouter:
     ) -> CachedPrefix:
         """Limits the blocks found by what the engine can use: whoever computes the prompt computes
         at least one token. `num_listed`: blocks that the index lists."""
-        size, is_prefill = engine.member.block_size, engine.member.role is Role.PREFILL
+        size = engine.member.block_size
         most = (num_tokens - 1) // size
         if self.request.sampling.prompt_logprobs is not None:  # all are computed, for their scores
             return CachedPrefix(0 if engine.takes_prompts else num_listed * size)
         num_in_flight = min(num_in_flight, most)
-        if is_prefill:
+        if engine.member.role is Role.PREFILL:
             num_listed = min(num_listed, most)
-        on_device = self.table.mirror.first_in_host(engine.incarnation, chain[:num_listed])
-        if on_device is None:
-            on_device = num_listed
+        on_device = self.table.mirror.num_on_device(engine.incarnation, chain[:num_listed])
         in_host = num_listed - on_device if num_listed >= num_in_flight else 0
         blocks = max(num_listed, num_in_flight), in_host, min(on_device, most), num_in_flight
         return CachedPrefix(*(num_blocks * size for num_blocks in blocks))
