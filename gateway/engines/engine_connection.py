@@ -2,8 +2,7 @@
 
     Welcome, checked ─► heartbeat ─► `linked` ─► dispatches out, outputs and heartbeats in ─► `lost`
 
-One attempt; a new one is a new object. After the stream has ended, it is determined whether the
-engine's process has ended while its node lives.
+At its end it is determined whether the engine's process has ended while its node lives.
 
 Stamps are times of the node's monotonic clock; hosts' wall clocks are never compared:
 
@@ -41,12 +40,9 @@ _order_numbers = itertools.count(1)  # over all connections
 
 
 class ConnectionEvents(Protocol):
-    """Callbacks of a connection. `linked` returns the receiver of outputs. `lost` is the last call,
-    once, and only after `linked`. `ended`: no dispatch reaches the engine any more; `lost` follows
-    once the cause is known.
-
-    `has_died`: the node lives, and the engine's process has ended.
-    """
+    """Callbacks of a connection. `linked` returns the receiver of outputs. `ended`: no dispatch
+    reaches the engine any more. `lost`: the last call, once, only after `linked`, and when the
+    cause is known; `has_died`: the node lives, and the engine's process has ended."""
 
     def linked(
         self, engine: EngineConnection, welcome: node_pb2.Welcome, load: ReportedLoad
@@ -88,8 +84,7 @@ class EngineConnection:
     def dispatch(
         self, request: Request, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
-        """Send a request to compute as a whole, or with a ticket, this engine's part of its
-        hand-off."""
+        """Send a request to compute as a whole, or with a ticket, this engine's part of it."""
         wire = codec.dispatch_to_wire(request, ticket, deadline_remaining_s)
         self._send(node_pb2.GatewayMessage(dispatch=wire))
 
@@ -111,8 +106,7 @@ class EngineConnection:
         return future
 
     def _resolve_order(self, number: int, found: Loaded) -> None:
-        future = self._orders.pop(number, None)
-        if future is not None and not future.done():
+        if (future := self._orders.pop(number, None)) is not None and not future.done():
             future.set_result(found)
 
     def _send(self, message: node_pb2.GatewayMessage) -> None:

@@ -129,7 +129,6 @@ class Session:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits to be dispatched."""
         return self.attempt is None and not self.is_over and not self._is_led
 
     @property

@@ -197,8 +197,7 @@ class SessionTable:
     def _arm(self, session: Session) -> None:
         """Set the session's only timer to its next wake-up."""
         due_s = session.next_wakeup_s
-        timer = self._timers.get(session.request_id)
-        if timer is not None:
+        if (timer := self._timers.get(session.request_id)) is not None:
             if timer[0] == due_s:
                 return
             timer[1].cancel()
