@@ -82,13 +82,13 @@ class PrefixMirror:
             return None
         return len(copy.hashes) - len(copy.in_host), len(copy.in_host)
 
-    def first_in_host(self, incarnation: str, hashes: Sequence[BlockHash]) -> int | None:
-        """The position of the first of `hashes`, all cached by this engine, that is in its host
-        memory only: from there on they must be copied to the device, and no other engine can fetch
-        them. None: all are on the device."""
+    def num_on_device(self, incarnation: str, hashes: Sequence[BlockHash]) -> int:
+        """How many of `hashes`, all cached by this engine, come before the first one that is in its
+        host memory only: from there on they must be copied to the device, and no other engine can
+        fetch them."""
         copy = self.copies.get(incarnation)
         if copy is None or copy.in_host.isdisjoint(hashes):
-            return None
+            return len(hashes)
         return next(i for i, each in enumerate(hashes) if each in copy.in_host)
 
     def _fresh(self, incarnations: Iterable[str]) -> Iterable[tuple[str, set[BlockHash]]]:

@@ -35,7 +35,6 @@ from baton.gateway.request.answer import Answer
 from baton.gateway.request.output_chunk import OutputChunk
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits
-from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
 from .caches import LINK_GBYTES_PER_S, PublishedCache
@@ -182,9 +181,7 @@ class Simulation:
             prompt, sampling, "", RequestOptions(cache_salt=cache_salt), caller_id=caller_id
         )
         session = Session(
-            Answer(
-                self._ids.new_id(), request, TextStream(_Letters().step, ()), call, self.clock, 0
-            ),
+            Answer(self._ids.new_id(), request, _Letters().step, call, self.clock, 0),
             deadline_s=now_s + _DEADLINE_S,
             router=PromptRouter(gateway.table, request, hashes),
             entropy=self._ids,

@@ -27,10 +27,10 @@ from ...core.errors import (
 )
 from ...core.request.request import Adapter
 from ...core.request.text_parameters import is_label
+from ..engines.cluster_view import why_not_ready
 from ..engines.engine_connection import Loaded
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
-from ..engines.prompt_router import why_not_ready
 from .shared_list import Entry, SharedList, holds
 
 log = logging.getLogger(__name__)

@@ -14,14 +14,21 @@ from dataclasses import dataclass, field
 
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls
+from ...core.errors import Unavailable
 from ...core.membership import Directory, Member
 from ...core.ports import Clock
 from ...core.process.event_loop import keep_running
+from ...core.request.sampling_params import SamplingParams
+from ...core.request.token_ids import column
+from ...prefix_index.prefix_sources import NOTHING_CACHED
 from ...proto.v1 import node_pb2
+from ..request.engine_link import Avoid, Demand, MustWait
 from ..request.session_table import SessionTable
+from ..validation.validation import ValidatedRequest
 from .engine_connection import EngineConnection, Receive
 from .engine_table import EngineTable
 from .linked_engine import LinkedEngine
+from .prompt_router import PromptRouter
 from .reported_load import ReportedLoad
 
 log = logging.getLogger(__name__)
@@ -29,6 +36,7 @@ log = logging.getLogger(__name__)
 _REPORT_S = 0.1  # at most so often, where only loads have changed
 _RETRY_MIN_S = 0.05
 _RETRY_MAX_S = 2.0
+_ANY = ValidatedRequest(column((0,)), SamplingParams(), "")
 
 
 @dataclass(eq=False)
@@ -174,3 +182,15 @@ class ClusterView:
 def _serves(load: ReportedLoad) -> tuple[object, ...]:
     """What decides which requests an engine can serve, apart from its load."""
     return load.links, load.is_draining, load.takes_whole
+
+
+def why_not_ready(table: EngineTable) -> str:
+    """Why no request could be served now; empty if one could."""
+    router, demand, avoid = PromptRouter(table, _ANY), Demand(1), Avoid()
+    try:
+        router.plan(router.states(demand, avoid, NOTHING_CACHED), demand, avoid, None)
+    except Unavailable as error:
+        return error.message
+    except MustWait:
+        pass  # a cluster that is busy is ready
+    return ""

@@ -20,7 +20,7 @@ Knows no tokens of requests: only their keys, times and sizes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, KeysView
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -41,20 +41,17 @@ _AHEAD_S = 0.5  # limit per caller, in seconds beyond a step; more prompts wait 
 @dataclass(slots=True, eq=False)
 class _Prompt:
     """A prompt without a first token. `keys`: of the samples that wait for it; `num_tokens`: as the
-    engine counts them; `cached_tokens`: expected to be cached there, or fetched; `in_flight`: its
-    entry for other prompts with the same beginning."""
+    engine counts them; `cached_tokens`: expected to be cached there, or fetched; the others are to
+    be computed; `in_flight`: its entry for other prompts with the same beginning."""
 
     keys: set[Key]
     caller_id: int
     sent_s: float
     num_tokens: int
     cached_tokens: int
+    uncached_tokens: int
     pairs: int  # (query, key) pairs to compute, as in core/step_shape.py
     in_flight: SentPrompt | None
-
-    @property
-    def uncached_tokens(self) -> int:
-        return self.num_tokens - self.cached_tokens
 
 
 class EngineAccount:
@@ -73,10 +70,10 @@ class EngineAccount:
         self.has_refused = False
         self._clock = clock
         # Ours, like all until the next comment.
-        self._prompts: dict[Key, _Prompt] = {}  # by each sample
+        self.unanswered: dict[Key, _Prompt] = {}  # open prompts, by each sample
         self._decodes: dict[Key, tuple[int, float]] = {}  # by sequence: caller id, sent when
         self.own_tokens: Counter[int] = Counter()  # prompt tokens to compute, by caller
-        self._num_own_tokens = self._num_own_pairs = 0  # summed over callers
+        self._num_own_pairs = 0  # summed over callers
         self._answered_tokens: Counter[int] = Counter()  # prompts closed since the last heartbeat
         self._begun_s = 0.0  # when the engine began our first open prompt, unless sent later
         self._mean_stay_s: float | None = None  # of decodes
@@ -96,7 +93,7 @@ class EngineAccount:
             self._step_began_s = self._clock.monotonic_s()
         self.speed, self.has_refused = load.prompt_speed, False
         ours = self._answered_tokens.copy()  # the heartbeat may be older than their end
-        for sent in set(self._prompts.values()):
+        for sent in set(self.unanswered.values()):
             ours[sent.caller_id] += sent.num_tokens
         self.others = load.others_than(ours)
         self._answered_tokens.clear()
@@ -111,14 +108,13 @@ class EngineAccount:
         cached_tokens: int,
         in_flight: SentPrompt | None = None,
     ) -> None:
-        """Open a prompt of one or several samples; `cached_tokens` of it are expected to be cached
-        there."""
+        """Open a prompt of one or several samples, for which see _Prompt."""
         uncached_tokens, now_s = num_tokens - cached_tokens, self._clock.monotonic_s()
         pairs = pairs_of(uncached_tokens, cached_tokens)
-        prompt = _Prompt({*keys}, caller_id, now_s, num_tokens, cached_tokens, pairs, in_flight)
-        self._prompts |= dict.fromkeys(keys, prompt)
+        sizes = num_tokens, cached_tokens, uncached_tokens, pairs
+        prompt = _Prompt({*keys}, caller_id, now_s, *sizes, in_flight)
+        self.unanswered |= dict.fromkeys(keys, prompt)
         self.own_tokens[caller_id] += uncached_tokens
-        self._num_own_tokens += uncached_tokens
         self._num_own_pairs += pairs
 
     def sent_decodes(self, keys: Iterable[Key], caller_id: int, num_blocks: int) -> None:
@@ -131,7 +127,7 @@ class EngineAccount:
         for output in outputs:
             key, error = (output.request_id, output.attempt), output.error
             self.has_refused |= isinstance(error, PromiseRefused)
-            if (prompt := self._prompts.get(key)) is not None:
+            if (prompt := self.unanswered.get(key)) is not None:
                 if output.cached_tokens is not None:
                     self.prompts.num_index_hits += prompt.cached_tokens > 0
                     self.prompts.num_stale_hits += output.cached_tokens < prompt.cached_tokens
@@ -143,12 +139,12 @@ class EngineAccount:
 
     def ended(self, key: Key) -> None:
         """Close a request that finished, failed or was cancelled; no error if it is closed."""
-        if (prompt := self._prompts.get(key)) is not None:
+        if (prompt := self.unanswered.get(key)) is not None:
             if len(prompt.keys) == 1:
                 self._close_prompt(prompt, is_computed=False)
             else:  # the other samples need it
                 prompt.keys.remove(key)
-                del self._prompts[key]
+                del self.unanswered[key]
         if (decode := self._decodes.pop(key, None)) is not None:
             caller_id, sent_s = decode
             stay_s = self._clock.monotonic_s() - sent_s
@@ -158,13 +154,12 @@ class EngineAccount:
 
     def _close_prompt(self, prompt: _Prompt, *, is_computed: bool) -> None:
         """Its first token has come, or never will."""
-        if is_computed or prompt is next(iter(self._prompts.values())):
+        if is_computed or prompt is next(iter(self.unanswered.values())):
             self._begun_s = self._clock.monotonic_s()
         for key in prompt.keys:
-            del self._prompts[key]
+            del self.unanswered[key]
         self._answered_tokens[prompt.caller_id] += prompt.num_tokens
         self.own_tokens[prompt.caller_id] -= prompt.uncached_tokens
-        self._num_own_tokens -= prompt.uncached_tokens
         self._num_own_pairs -= prompt.pairs
         if not self.own_tokens[prompt.caller_id]:
             del self.own_tokens[prompt.caller_id]
@@ -180,23 +175,15 @@ class EngineAccount:
         The engine's queue is fair, so prompts of other callers do not matter: a caller without any
         there may always send one.
         """
-        own_tokens = self.own_tokens.get(caller_id, 0)
-        if not own_tokens:
-            return True
-        limit, speed = _UNKNOWN_AHEAD_TOKENS, self.speed
-        if speed is not None:
-            limit = speed.tokens_in(_AHEAD_S + 2 * speed.step_s)
-        return own_tokens < limit
+        own_tokens, speed = self.own_tokens[caller_id], self.speed
+        if not own_tokens or speed is None:
+            return own_tokens < _UNKNOWN_AHEAD_TOKENS
+        return own_tokens < speed.tokens_in(_AHEAD_S + 2 * speed.step_s)
 
     @property
     def has_no_prompt(self) -> bool:
         """Whether no prompt waits there, by our best estimate."""
         return not (self.own_tokens or self.others.by_caller or self.others.unlisted)
-
-    @property
-    def unanswered(self) -> KeysView[Key]:
-        """The keys of our samples whose prompts are open."""
-        return self._prompts.keys()
 
     @property
     def tokens_ahead(self) -> int:
@@ -205,16 +192,16 @@ class EngineAccount:
         engines with a prompt each one is done sooner. Attention to the context counts as the tokens
         that take as long: for a long prompt it is most of the time."""
         load = self._load
-        if not load.waiting_tokens and not self._prompts:
+        if not load.waiting_tokens and not self.unanswered:
             return 0
-        ahead, own = float(load.waiting_tokens), float(self._num_own_tokens)
+        ahead, own = float(load.waiting_tokens), float(self.own_tokens.total())
         if (speed := self.speed) is not None:
             now_s = self._clock.monotonic_s()
             ahead += speed.tokens_like(load.waiting_pairs)
             ahead -= speed.tokens_in(now_s - self._step_began_s)
             own += speed.tokens_like(self._num_own_pairs)
-            if self._prompts:  # less what should be computed of our first one by now
-                first = next(iter(self._prompts.values()))
+            if self.unanswered:  # less what should be computed of our first one by now
+                first = next(iter(self.unanswered.values()))
                 whole = first.uncached_tokens + speed.tokens_like(first.pairs)
                 own -= min(whole, speed.tokens_in(now_s - max(first.sent_s, self._begun_s)))
         return max(0, int(ahead), int(own))

@@ -2,8 +2,7 @@
 
     Welcome, checked ─► heartbeat ─► `linked` ─► dispatches out, outputs and heartbeats in ─► `lost`
 
-One attempt; a new one is a new object. After the stream has ended, it is determined whether the
-engine's process has ended while its node lives.
+At its end it is determined whether the engine's process has ended while its node lives.
 
 Stamps are times of the node's monotonic clock; hosts' wall clocks are never compared:
 
@@ -31,7 +30,7 @@ from ...core.request.timeline import Stamp
 from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, TransferSummary
-from .engine_stream import EngineStream, has_ended, is_local
+from .engine_stream import EngineStream, has_ended
 from .reported_load import ReportedLoad, load_from_wire
 
 # Called with the outputs of each step of a linked engine: LinkedEngine.receive.
@@ -41,12 +40,9 @@ _order_numbers = itertools.count(1)  # over all connections
 
 
 class ConnectionEvents(Protocol):
-    """Callbacks of a connection. `linked` returns the receiver of outputs. `lost` is the last call,
-    once, and only after `linked`. `ended`: no dispatch reaches the engine any more; `lost` follows
-    once the cause is known.
-
-    `has_died`: the node lives, and the engine's process has ended.
-    """
+    """Callbacks of a connection. `linked` returns the receiver of outputs. `ended`: no dispatch
+    reaches the engine any more. `lost`: the last call, once, only after `linked`, and when the
+    cause is known; `has_died`: the node lives, and the engine's process has ended."""
 
     def linked(
         self, engine: EngineConnection, welcome: node_pb2.Welcome, load: ReportedLoad
@@ -74,7 +70,6 @@ class EngineConnection:
         self.member = member
         self._events = events
         self._clock = clock
-        self._is_local = is_local(member)
         self._stream = EngineStream(member, secret, self.take, clock, silence_s, tls)
         self._has_died: bool | None = None  # the process, while its node lives; None: unknown
         self._welcome: node_pb2.Welcome | None = None
@@ -89,8 +84,7 @@ class EngineConnection:
     def dispatch(
         self, request: Request, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
-        """Send a request to compute as a whole, or with a ticket, this engine's part of its
-        hand-off."""
+        """Send a request to compute as a whole, or with a ticket, this engine's part of it."""
         wire = codec.dispatch_to_wire(request, ticket, deadline_remaining_s)
         self._send(node_pb2.GatewayMessage(dispatch=wire))
 
@@ -106,15 +100,13 @@ class EngineConnection:
     def load_adapter(self, name: str, path: str) -> asyncio.Future[Loaded]:
         """Order it to read the adapter into host memory; the result is NodeLost if the connection
         ends first."""
-        number = next(_order_numbers)
-        self._orders[number] = future = asyncio.get_running_loop().create_future()
-        order = node_pb2.LoadAdapter(order_id=number, name=name, path=path)
+        order = node_pb2.LoadAdapter(order_id=next(_order_numbers), name=name, path=path)
+        self._orders[order.order_id] = future = asyncio.get_running_loop().create_future()
         self._send(node_pb2.GatewayMessage(load_adapter=order))
         return future
 
     def _resolve_order(self, number: int, found: Loaded) -> None:
-        future = self._orders.pop(number, None)
-        if future is not None and not future.done():
+        if (future := self._orders.pop(number, None)) is not None and not future.done():
             future.set_result(found)
 
     def _send(self, message: node_pb2.GatewayMessage) -> None:
@@ -162,7 +154,8 @@ class EngineConnection:
                 refusal = codec.error_from_wire(loaded.error) if loaded.HasField("error") else None
                 self._resolve_order(loaded.order_id, refusal or loaded.digest)
             case "welcome":
-                self._check(message.welcome)
+                if self._stream.accepts(message.welcome):
+                    self._welcome = message.welcome
             case "engine_ended":
                 error = codec.error_from_wire(message.engine_ended)
                 self._has_died = not isinstance(error, HostLost)
@@ -171,11 +164,11 @@ class EngineConnection:
                 self._stream.end(codec.error_from_wire(message.refused).message)
 
     def _pass_on(self, step: node_pb2.StepOutputs) -> None:
+        outputs = [self._output(wire) for wire in step.outputs]
         try:
-            outputs = [self._output(wire) for wire in step.outputs]
             tokens = tokens_from_wire(step.tokens)
-        except EngineFailed as error:
-            self._stream.end(error.message)
+        except ValueError:
+            self._stream.end("its columns of tokens do not match")
             return
         if self._receive is not None:
             self._receive(outputs, tokens)
@@ -189,9 +182,8 @@ class EngineConnection:
         except InvalidRequest as error:
             broken = EngineFailed(f"unreadable output: {error.message}")
             return EngineOutput(wire.request_id, wire.attempt, error=broken)
-        transfer = None
+        transfer, moved = None, wire.transfer
         if wire.HasField("transfer"):
-            moved = wire.transfer
             transfer = TransferSummary(moved.bytes, moved.cached_tokens, moved.transport)
         return EngineOutput(
             request_id=wire.request_id,
@@ -214,7 +206,7 @@ class EngineConnection:
             return ()
         newest_ns = max(event.monotonic_ns for event in received)
         our_ns = int(self._clock.monotonic_s() * 1e9)
-        is_same_clock = self._is_local and newest_ns <= our_ns
+        is_same_clock = self._stream.is_local and newest_ns <= our_ns
         ahead_ns = self._clock.unix_ns() - (our_ns if is_same_clock else newest_ns)
         node = self.member.name
         return tuple(
@@ -222,21 +214,7 @@ class EngineConnection:
             for event in received
         )
 
-    def _check(self, welcome: node_pb2.Welcome) -> None:
-        """Compare the Welcome with the directory's entry; a difference ends the stream."""
-        member = self.member
-        for field in ("incarnation", "role", "model", "fingerprint"):
-            expected = member.role.value if field == "role" else getattr(member, field)
-            if (found := getattr(welcome, field)) != expected:
-                self._stream.end(f"{field} is {found!r}, announced was {expected!r}")
-                return
-        self._welcome = welcome
-        self._stream.welcomed()
-
 
 def tokens_from_wire(wire: node_pb2.PlainTokens) -> list[PlainToken]:
-    """A step's plain tokens. Raises EngineFailed if the columns do not match."""
-    try:
-        return [*zip(wire.request_ids, wire.attempts, wire.indices, wire.token_ids, strict=True)]
-    except ValueError as error:
-        raise EngineFailed("its columns of tokens do not match") from error
+    """A step's plain tokens. Raises ValueError if the columns do not match."""
+    return [*zip(wire.request_ids, wire.attempts, wire.indices, wire.token_ids, strict=True)]

@@ -2,7 +2,7 @@
 
     connect ─► handshake ─► messages, the first of which is a Welcome ─► the reason of the end
 
-A silent engine counts as lost. Knows no message.
+A silent engine counts as lost. Knows no message but the Welcome.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _LIVES_S = 0.1  # a node whose port stays open for so long is not ending
 
 class EngineStream(asyncio.Protocol):
     """One attempt to connect to `member`. `take` is called for each message on its own, so that an
-    error in one affects no other, and for none after the end; its owner calls `welcomed` when one
-    is a valid Welcome. `transport`: to write frames to, once connected."""
+    error in one affects no other, and for none after the end; its owner asks `accepts` about the
+    Welcome. `transport`: to write frames to, once connected."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class EngineStream(asyncio.Protocol):
         self._clock = clock
         self._silence_s = silence_s
         self._tls = tls
-        self._is_local = is_local(member)
+        self.is_local = is_local(member)
         self._loop = asyncio.get_running_loop()
         self.transport: asyncio.Transport | None = None
         self._is_lost = False  # whether the transport is
@@ -71,10 +71,17 @@ class EngineStream(asyncio.Protocol):
         self._over: asyncio.Future[str] = self._loop.create_future()  # the reason of the end
         self._last_received_s = clock.monotonic_s()
 
-    def welcomed(self) -> None:
-        """The engine's Welcome is valid."""
+    def accepts(self, welcome: node_pb2.Welcome) -> bool:
+        """Whether the Welcome agrees with the directory's entry; a difference ends the stream."""
+        member = self._member
+        for field in ("incarnation", "role", "model", "fingerprint"):
+            expected = member.role.value if field == "role" else getattr(member, field)
+            if (found := getattr(welcome, field)) != expected:
+                self.end(f"{field} is {found!r}, announced was {expected!r}")
+                return False
         if not self._welcome.done():
             self._welcome.set_result(None)
+        return True
 
     @property
     def is_over(self) -> bool:
@@ -112,7 +119,7 @@ class EngineStream(asyncio.Protocol):
     async def _connect(self) -> None:
         """Raises OSError, BatonError."""
         member = self._member
-        context = None if self._tls is None or self._is_local else self._tls.client_context()
+        context = None if self._tls is None or self.is_local else self._tls.client_context()
         name = None if context is None else role_name(member.role.value)
         sock = await open_socket(member)
         await self._loop.create_connection(
@@ -123,7 +130,7 @@ class EngineStream(asyncio.Protocol):
             GATEWAY,
             dialer=secrets.token_hex(16),
             listener=member.incarnation,
-            address=THIS_HOST if self._is_local else member.engine_address,
+            address=THIS_HOST if self.is_local else member.engine_address,
         )
         assert self.transport is not None
         self.transport.write(ours.opening)

@@ -65,16 +65,11 @@ class EngineTable:
         holders = {kind: Holders.of(tokens, rates) for kind, tokens in lendable.items()}
         found: dict[str, Fetch] = {}
         for name, engine in self.engines.items():
-            if (
-                engine.fingerprint in holders
-                and engine.welcome.block_bytes
-                and engine.takes_prompts
-            ):
-                own = cached.get(name, NOTHING)
-                token_bytes = engine.welcome.block_bytes / engine.member.block_size
+            alike, block_bytes = holders.get(engine.fingerprint), engine.welcome.block_bytes
+            if alike is not None and block_bytes and engine.takes_prompts:
+                own, token_bytes = cached.get(name, NOTHING), block_bytes / engine.member.block_size
                 own_tokens = own.num_tokens - own.host_tokens
-                fetch = holders[engine.fingerprint].best_fetch(name, own_tokens, token_bytes)
-                if fetch is not None:
+                if (fetch := alike.best_fetch(name, own_tokens, token_bytes)) is not None:
                     found[name] = fetch
         return found
 

@@ -77,24 +77,19 @@ class LinkedEngine:
     ) -> None:
         """See EngineLink. Only the prefill engine of the route gets its fetch."""
         num_tokens, caller_id = request.num_known_tokens, request.caller_id
-        keys = [
-            (request_id, request.attempt) for request_id in (request.request_id, *request.fork_ids)
-        ]
+        token_ids, size = request.prompt_token_ids, self.member.block_size
+        keys = [(name, request.attempt) for name in (request.request_id, *request.fork_ids)]
         if route.prefill is self:
             found_tokens = route.cached_tokens[0]
             if (fetch := route.fetch) is not None:
                 found_tokens = fetch.num_tokens
-                num_blocks = found_tokens // self.member.block_size
-                source = PrefixSource(fetch.source, num_blocks, fetch.limit_s)
+                source = PrefixSource(fetch.source, found_tokens // size, fetch.limit_s)
                 request = replace(request, prefix_source=source)
             in_flight = None
-            if len(request.prompt_token_ids) >= self.member.block_size:  # else it is in no cache
+            if len(token_ids) >= size:  # else it is in no cache
+                salt = salted(request.cache_salt, request.adapter_digest)
                 in_flight = self.account.prompts.sent(
-                    self.incarnation,
-                    self.fingerprint,
-                    salted(request.cache_salt, request.adapter_digest),
-                    request.prompt_token_ids,
-                    self.member.block_size,
+                    self.incarnation, self.fingerprint, salt, token_ids, size
                 )
             self.account.sent_prompt(keys, caller_id, num_tokens, found_tokens, in_flight)
         if route.decode is self:

@@ -14,10 +14,9 @@ from functools import partial
 
 from ...core.errors import Unavailable
 from ...core.membership import Role
-from ...core.request.sampling_params import SamplingParams
-from ...core.request.token_ids import BlockHash, block_hashes, column, root_hash, salted
+from ...core.request.token_ids import BlockHash, block_hashes, root_hash, salted
 from ...prefix_index.prefix_sources import NOTHING, NOTHING_CACHED, CachedPrefix, Fetch
-from ..request.engine_link import Avoid, Demand, MustWait, Route
+from ..request.engine_link import Avoid, Demand, Route
 from ..validation.validation import ValidatedRequest
 from .engine_state import EngineState, state_of
 from .engine_table import EngineTable
@@ -67,9 +66,9 @@ class PromptRouter:
         """See engine_link.Router. Engines with a suspect on trial are taken only if no other can
         be."""
         table, num_tokens, cached = self.table, demand.num_tokens, self.cached(demand.num_tokens)
-        states = self._states(demand, avoid, NOTHING_CACHED if table.policy.is_blind else cached)
+        states = self.states(demand, avoid, NOTHING_CACHED if table.policy.is_blind else cached)
         try:
-            plan, fetch = self._plan(states, demand, avoid, fingerprint)
+            plan, fetch = self.plan(states, demand, avoid, fingerprint)
         except Unavailable:
             table.plans.num_unavailable += 1
             raise
@@ -83,7 +82,7 @@ class PromptRouter:
         holds_first = decode.welcome.tbt_target_s > 0
         return Route(prefill, decode, (at_prefill, at_decode), fetch, holds_first)
 
-    def _states(
+    def states(
         self, demand: Demand, avoid: Avoid, cached: Mapping[str, CachedPrefix]
     ) -> list[EngineState]:
         """The states of the engines that can serve the request up to its last token."""
@@ -106,7 +105,7 @@ class PromptRouter:
             and (request.adapter is None or engine.welcome.max_loras)
         ]
 
-    def _plan(
+    def plan(
         self, states: list[EngineState], demand: Demand, avoid: Avoid, fingerprint: str | None
     ) -> tuple[Plan, Fetch | None]:
         """The plan, and the prefix that its prefill engine is to fetch from another engine."""
@@ -131,8 +130,6 @@ class PromptRouter:
             size = engines[0].member.block_size
             listed = mirror.cached_blocks([engine.incarnation for engine in engines], chain)
             in_flight = prompts.common_blocks(fingerprint, salt, request.prompt_token_ids, size)
-            if not listed and not in_flight:
-                continue
             for engine in engines:
                 name = engine.incarnation
                 blocks = listed.get(name, 0), in_flight.get(name, 0)
@@ -150,34 +147,17 @@ class PromptRouter:
     ) -> CachedPrefix:
         """Limits the blocks found by what the engine can use: whoever computes the prompt computes
         at least one token. `num_listed`: blocks that the index lists."""
-        size, is_prefill = engine.member.block_size, engine.member.role is Role.PREFILL
+        size = engine.member.block_size
         most = (num_tokens - 1) // size
         if self.request.sampling.prompt_logprobs is not None:  # all are computed, for their scores
             return CachedPrefix(0 if engine.takes_prompts else num_listed * size)
         num_in_flight = min(num_in_flight, most)
-        if is_prefill:
+        if engine.member.role is Role.PREFILL:
             num_listed = min(num_listed, most)
-        on_device = self.table.mirror.first_in_host(engine.incarnation, chain[:num_listed])
-        if on_device is None:
-            on_device = num_listed
+        on_device = self.table.mirror.num_on_device(engine.incarnation, chain[:num_listed])
         in_host = num_listed - on_device if num_listed >= num_in_flight else 0
         blocks = max(num_listed, num_in_flight), in_host, min(on_device, most), num_in_flight
         return CachedPrefix(*(num_blocks * size for num_blocks in blocks))
 
     def _alike(self, fingerprint: str) -> list[LinkedEngine]:
         return [e for e in self.table.engines.values() if e.fingerprint == fingerprint]
-
-
-_ANY = ValidatedRequest(column((0,)), SamplingParams(), "")
-
-
-def why_not_ready(table: EngineTable) -> str:
-    """Why no request could be served now; empty if one could."""
-    router, demand, avoid = PromptRouter(table, _ANY), Demand(1), Avoid()
-    try:
-        router._plan(router._states(demand, avoid, NOTHING_CACHED), demand, avoid, None)
-    except Unavailable as error:
-        return error.message
-    except MustWait:
-        pass  # a cluster that is busy is ready
-    return ""

@@ -23,9 +23,9 @@ from ...core.membership import Role
 from ...core.model_dir import read_json
 from ...core.version import version
 from ..admission.front_door import FrontDoor
+from ..engines.cluster_view import why_not_ready
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
-from ..engines.prompt_router import why_not_ready
 from ..security.accepted_keys import AcceptedKeys
 from ..security.caller import INFER, METRICS
 from .service import Context, GrpcFront, call_options, send_node_names

@@ -6,7 +6,7 @@ from aiohttp import web
 
 from ...core.membership import Member
 from ...core.version import version
-from ..engines.prompt_router import why_not_ready
+from ..engines.cluster_view import why_not_ready
 from .protocol.answers import Load, Model, ModelList, Node, ServerInfo, Status, Version, answer
 from .protocol.app_state import APP_STATE, CALLER, AppState
 

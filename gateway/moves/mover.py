@@ -158,7 +158,8 @@ def movable_from(session: Session, now_s: float) -> str | None:
     if attempt is None or not attempt.is_handed_over or attempt.finish_reason or attempt.doubt:
         return None
     is_suspect = setbacks is not None and setbacks.is_suspect
-    may_move = session.is_alone and session.num_outputs and not is_suspect
+    is_alone = session.request.num_samples == 1  # several share blocks and stay together
+    may_move = is_alone and session.num_outputs and not is_suspect
     is_time = moves is None or moves.may_begin(now_s)
     return attempt.pair[1] if may_move and is_time else None
 
@@ -178,7 +179,7 @@ def _beside_decodes_since_s(session: Session) -> float | None:
     """Since when the prompt has waited at an engine that serves the whole request. None: it has
     tokens or may have (beam search), is one of several samples, or is a further attempt."""
     attempt, is_search = session.attempt, session.request.sampling.use_beam_search
-    if attempt is None or attempt.number or is_search or not session.is_alone:
+    if attempt is None or attempt.number or is_search or session.request.num_samples > 1:
         return None
     return attempt.began_s if attempt.is_local and not attempt.has_tokens else None
 

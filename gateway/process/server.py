@@ -38,9 +38,8 @@ from ..adapters.adapter_registry import AdapterRegistry
 from ..adapters.shared_list import SharedList
 from ..admission.front_door import FrontDoor
 from ..admission.queue_limit import QueueLimit
-from ..engines.cluster_view import ClusterView
+from ..engines.cluster_view import ClusterView, why_not_ready
 from ..engines.engine_table import EngineTable
-from ..engines.prompt_router import why_not_ready
 from ..engines.routing_policies import make_policy
 from ..grpc.server import GrpcServer
 from ..http.app import HttpServer, build_app

@@ -3,14 +3,15 @@ Makes the engines' request for what is still missing behind the tokens so far.""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field, replace
 
 from ...core.ports import Clock
 from ...core.request.request import FinishReason, Request
 from ...core.request.timeline import TERMINAL, Event, Stamp
 from ..text.text_stream import TextStream
 from ..validation.validation import ValidatedRequest
-from .engine_link import EngineOutput, Route, TransferSummary
+from .engine_link import EngineOutput, TransferSummary
 from .output_chunk import ChunkSink, OutputChunk, OutputToken, RequestResult
 from .prompt_scores import PromptScores
 
@@ -19,12 +20,13 @@ GATEWAY = "gateway"
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """The output of one session. `output_ids`: the tokens so far; `matched_stop`: the stop string
-    or stop token id that ended them; `transfer`: the hand-off of their KV, once it is over."""
+    """The output of one session. `step`: see TextStream; `output_ids`: the tokens so far;
+    `matched_stop`: the stop string or stop token id that ended them; `transfer`: the hand-off of
+    their KV, once it is over."""
 
     request_id: str
     request: ValidatedRequest
-    text: TextStream
+    step: InitVar[Callable[[int], str]]
     sink: ChunkSink
     clock: Clock
     arrived_unix_ns: int
@@ -34,9 +36,12 @@ class Answer:
     prompt_scores: PromptScores | None = None  # of the first sample, if requested
     transfer: TransferSummary | None = None
     _cached_tokens: int = 0
+    text: TextStream = field(init=False)
     timeline: list[Stamp] = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, step: Callable[[int], str]) -> None:
+        includes_stop = self.request.options.include_stop_str_in_output
+        self.text = TextStream(step, self.request.sampling, includes_stop=includes_stop)
         self.timeline = [Stamp(Event.ARRIVED, self.arrived_unix_ns, GATEWAY)]
         if self.request.sampling.prompt_logprobs is not None and not self.sample_index:
             self.prompt_scores = PromptScores(len(self.request.prompt_token_ids))
@@ -99,15 +104,9 @@ class Answer:
         return chunk
 
     def finish(
-        self,
-        route: Route,
-        reason: FinishReason,
-        chunk: OutputChunk,
-        *,
-        is_handed_over: bool,
-        num_attempts: int,
+        self, reason: FinishReason, chunk: OutputChunk, nodes: tuple[str, str | None], attempts: int
     ) -> None:
-        """Send the last chunk, with the result."""
+        """Send the last chunk, with the result. `nodes`: of the prompt, and of the decode."""
         if self.prompt_scores is not None and not self.output_ids:
             chunk.prompt_logprobs = self.prompt_scores.all()
         if self.matched_stop is None:
@@ -120,10 +119,10 @@ class Answer:
             prompt_tokens=len(self.request.prompt_token_ids),
             completion_tokens=len(self.output_ids),
             cached_tokens=self._cached_tokens,
-            prefill_node=route.prefill.name,
-            decode_node=route.decode.name if is_handed_over else None,
+            prefill_node=nodes[0],
+            decode_node=nodes[1],
             transfer=self.transfer,
-            attempts=num_attempts,
+            attempts=attempts,
             seed=self.request.sampling.seed,
             timeline=tuple(self.timeline),
         )

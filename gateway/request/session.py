@@ -92,8 +92,7 @@ class Session:
 
     def engine_output(self, incarnation: str, output: EngineOutput) -> None:
         """Take an output of an engine; one of another attempt is dropped."""
-        moves = self.moves
-        if moves is not None and moves.take(incarnation, output):
+        if self.moves is not None and self.moves.take(incarnation, output):
             return
         attempt = self.attempt
         if attempt is None or not attempt.expects(incarnation, output.attempt):
@@ -130,7 +129,6 @@ class Session:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits to be dispatched."""
         return self.attempt is None and not self.is_over and not self._is_led
 
     @property
@@ -276,11 +274,6 @@ class Session:
         """See MovingSession."""
         setbacks_of(self).fail_attempt(attempt, error)
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether it is the only sample: several share blocks and stay together."""
-        return not self._siblings and not self.answer.sample_index
-
     def advance(self, attempt: Attempt, tokens: list[OutputToken]) -> None:
         """Pass on tokens that are now in order, and finish if they are the last."""
         chunk = self.answer.add(tokens)
@@ -297,13 +290,9 @@ class Session:
         """End well. Engines that still hold the request get a Cancel."""
         self._end(Event.FINISHED)
         attempt.cancel()
-        self.answer.finish(
-            attempt.route,
-            reason,
-            chunk,
-            is_handed_over=attempt.is_handed_over,
-            num_attempts=self.num_taken,
-        )
+        decode_node = attempt.route.decode.name if attempt.is_handed_over else None
+        nodes = attempt.route.prefill.name, decode_node
+        self.answer.finish(reason, chunk, nodes, self.num_taken)
 
     def end_badly(self, error: BatonError) -> None:
         """End as cancelled or failed."""

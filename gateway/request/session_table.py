@@ -17,7 +17,6 @@ from typing import Any
 from ...core.errors import BatonError, Cancelled, Overloaded
 from ...core.ports import Clock, Entropy
 from ..text.no_tokenizer import NoTokenizer
-from ..text.text_stream import TextStream
 from ..text.tokenizer import Tokenizer
 from ..validation.validation import ValidatedRequest
 from .answer import Answer
@@ -50,8 +49,7 @@ class SessionTable:
         self._max_num_requests = max_num_requests
         self._sessions: dict[str, Session] = {}
         self._timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
-        self._num_admitted = 0
-        self._admitted: Counter[int] = Counter()  # by caller
+        self._admitted: Counter[int] = Counter()  # requests in flight by caller
         self.is_idle = asyncio.Event()
         self.is_idle.set()
 
@@ -66,7 +64,7 @@ class SessionTable:
 
     def admit(self, caller_id: int = 0) -> None:
         """Count one more request in flight; raises Overloaded at the limit. Pair with `leave`."""
-        total, most = self._num_admitted, self._max_num_requests
+        total, most = self._admitted.total(), self._max_num_requests
         if total >= most - most // _RESERVED_SHARE:
             share = max(1, most // (1 + len(self._admitted)))
             if total >= most or self._admitted[caller_id] >= share:
@@ -74,17 +72,15 @@ class SessionTable:
                     f"{total} requests are in flight, {self._admitted[caller_id]} of this caller; "
                     "try again later"
                 )
-        self._num_admitted += 1
         self._admitted[caller_id] += 1
         self.is_idle.clear()
 
     def leave(self, caller_id: int = 0) -> None:
         """The call of an admitted request is over."""
-        self._num_admitted -= 1
         self._admitted[caller_id] -= 1
         if not self._admitted[caller_id]:
             del self._admitted[caller_id]
-        if self._num_admitted == 0:
+        if not self._admitted:
             self.is_idle.set()
 
     def start(self, session: Session) -> None:
@@ -175,8 +171,7 @@ class SessionTable:
             self._dispatch_waiting()
 
     def _dispatch_waiting(self) -> None:
-        if self.queue.shares:
-            self.queue.advance(lambda session: self._do(session, session.try_dispatch))
+        self.queue.advance(lambda session: self._do(session, session.try_dispatch))
 
     def _do(self, session: Session, call: Callable[..., None], *arguments: object) -> None:
         """Run a call of a session, then note its end or its next wake-up."""
@@ -202,8 +197,7 @@ class SessionTable:
     def _arm(self, session: Session) -> None:
         """Set the session's only timer to its next wake-up."""
         due_s = session.next_wakeup_s
-        timer = self._timers.get(session.request_id)
-        if timer is not None:
+        if (timer := self._timers.get(session.request_id)) is not None:
             if timer[0] == due_s:
                 return
             timer[1].cancel()
@@ -229,20 +223,13 @@ def sessions_of(
     """One for each sample of a call; the first dispatches for all. `for_all`: see Session."""
     if request.num_samples > request.options.n:  # only the best of them are returned
         request, sink = best_of(request, sink)
-    options, sampling = request.options, request.sampling
+    skips = request.options.skip_special_tokens
 
     def session(sample_index: int, siblings: Sequence[Session] = ()) -> Session:
-        detokenizer = tokenizer.detokenizer(
-            request.prompt_token_ids, skips_special_tokens=options.skip_special_tokens
+        text = tokenizer.detokenizer(request.prompt_token_ids, skips_special_tokens=skips)
+        answer = Answer(
+            entropy.new_id(), request, text.step, sink, clock, arrived_unix_ns, sample_index
         )
-        text = TextStream(
-            detokenizer.step,
-            sampling.stop,
-            min_tokens=sampling.min_tokens,
-            includes_stop=options.include_stop_str_in_output,
-            stop_ids=sampling.stop_token_ids,
-        )
-        answer = Answer(entropy.new_id(), request, text, sink, clock, arrived_unix_ns, sample_index)
         return Session(answer, entropy=entropy, siblings=siblings, **for_all)
 
     siblings = [session(index) for index in range(1, request.num_samples)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import tokenizers
 from tokenizers import decoders
 
+from ...core.request.sampling_params import SamplingParams
 from .joined_tokens import NUM_CONTEXT_TOKENS, JoinedTokens
 from .library_failures import REPLACEMENT
 from .stop_strings import StopSearch
@@ -17,26 +18,21 @@ class TextStream:
     """The text of one request. `step` returns the text that the next token completes, like
     Detokenizer.step.
 
-    The text of the first `min_tokens` tokens is not searched for stop strings. The stop string, or
-    the token of `stop_ids` that ends the output, is part of the text only if `includes_stop`.
+    The stop string or stop token that ends the output is part of the text only if `includes_stop`.
     """
 
     def __init__(
-        self,
-        step: Callable[[int], str],
-        stops: Sequence[str],
-        *,
-        min_tokens: int = 0,
-        includes_stop: bool = False,
-        stop_ids: Collection[int] = (),
+        self, step: Callable[[int], str], sampling: SamplingParams, *, includes_stop: bool = False
     ) -> None:
         # The text of the next token, if the stream is not searched for stop strings.
         self.next: Callable[[int], str] = step
-        if stop_ids and not includes_stop:
-            hidden = frozenset(stop_ids)
+        if sampling.stop_token_ids and not includes_stop:
+            hidden = frozenset(sampling.stop_token_ids)
             self.next = lambda token: "" if token in hidden else step(token)
         # Unless it is None, use `feed`, not `next`.
-        self.search = StopSearch(stops, min_tokens, includes_stop) if stops else None
+        self.search: StopSearch | None = None
+        if stops := sampling.stop:
+            self.search = StopSearch(stops, sampling.min_tokens, includes_stop)
 
     def feed(self, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
         """The text of the next tokens, the number of them that count, which ends with the one that

@@ -545,9 +545,9 @@ async def test_a_reader_that_stops_keeps_its_place_until_its_deadline(world: Wor
             "Content-Type: application/json\r\n\r\n"
         )
         plain.sendall(head.encode() + body)
-        await until(lambda: sessions._num_admitted == 6)
+        await until(lambda: sessions._admitted.total() == 6)
         await until(lambda: len(sessions) == 0)
-        assert sessions._num_admitted and not world.decode.cancelled
+        assert sessions._admitted and not world.decode.cancelled
         await asyncio.wait_for(sessions.is_idle.wait(), 10)
 
 

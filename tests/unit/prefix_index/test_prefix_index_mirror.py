@@ -309,17 +309,18 @@ def test_the_mirror_knows_what_is_in_host_memory_alone() -> None:
         for delta in journal.take():
             mirror.take(encode(delta))
 
-    def found() -> tuple[int, int | None]:
-        return mirror.cached_blocks([A], chain).get(A, 0), mirror.first_in_host(A, chain)
+    def found() -> tuple[int, int]:
+        num_cached = mirror.cached_blocks([A], chain).get(A, 0)
+        return num_cached, mirror.num_on_device(A, chain[:num_cached])
 
     publish(stored=chain)
-    assert found() == (4, None)
+    assert found() == (4, 4)
     publish(in_host=chain[2:])
     assert found() == (4, 2)
     pages = [decode_page(raw, A, 0) for _, raw in journal.stored.encode([0], 0)]
     contents = journal.contents(0)
     publish(stored=chain[2:3], removed=chain[3:])
-    assert found() == (3, None)
+    assert found() == (3, 3)
     mirror.copies[A].seq = None
     mirror.copies[A].install(contents, set(pages[0].hashes), set(pages[0].in_host), 0.0)
     assert found() == (4, 2)

@@ -18,10 +18,11 @@ from baton.core.request.request import FinishReason, Request, Ticket
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.step_cost import StepCost
 from baton.core.step_shape import StepShape
+from baton.gateway.engines.cluster_view import why_not_ready
 from baton.gateway.engines.engine_state import EngineState
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
-from baton.gateway.engines.prompt_router import PromptRouter, why_not_ready
+from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import PromptSpeed, ReportedLoad
 from baton.gateway.engines.routing import choose_plan
 from baton.gateway.request.engine_link import (

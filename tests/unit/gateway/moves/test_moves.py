@@ -33,7 +33,6 @@ from baton.gateway.request.engine_link import Blocked, EngineOutput
 from baton.gateway.request.session import Session
 from baton.gateway.request.session_table import SessionTable
 from baton.gateway.request.setbacks import SessionLimits
-from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.prefix_index.mirror import PrefixMirror
 from baton.proto.v1 import node_pb2
@@ -142,7 +141,7 @@ class World:
         params = SamplingParams(**{"max_tokens": 500, **sampling})  # type: ignore[arg-type]
         request = ValidatedRequest(column((1,) * 1000), params, "label")
         return Session(
-            Answer(request_id, request, TextStream(Letters().step, ()), FakeSink(), self.clock, 0),
+            Answer(request_id, request, Letters().step, FakeSink(), self.clock, 0),
             deadline_s=1e3,
             router=PromptRouter(self.table, request),
             entropy=FakeEntropy(),

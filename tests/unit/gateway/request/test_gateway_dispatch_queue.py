@@ -25,7 +25,6 @@ from baton.gateway.request.engine_link import Blocked, Demand, EngineOutput, Mus
 from baton.gateway.request.session import Session
 from baton.gateway.request.session_table import SessionTable
 from baton.gateway.request.setbacks import SessionLimits
-from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
 H200 = linear_cost(0.005, 25e-6)  # an 8B model: 8k tokens in 0.21 s
@@ -140,7 +139,7 @@ class Rig:
             bytes(num_tokens), SamplingParams(max_tokens=3), name, caller_id=caller_id
         )
         self.sessions[name] = Session(
-            Answer(name, request, TextStream(Letters().step, ()), self.sinks[name], self.clock, 0),
+            Answer(name, request, Letters().step, self.sinks[name], self.clock, 0),
             deadline_s=60.0,
             router=self.router,
             entropy=FakeEntropy(),

@@ -4,6 +4,7 @@ engines' messages. In all cases the client receives the tokens of one engine, ea
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import EngineFailed, PromiseRefused
 from baton.core.request.request import FinishReason, TokenLogprobs
-from baton.core.request.sampling_params import SamplingParams
+from baton.core.request.sampling_params import RequestOptions, SamplingParams
 from baton.gateway.moves.mover import begin_move, movable_from
 from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import EngineOutput, Route
@@ -27,7 +28,6 @@ from baton.gateway.request.move import (
 )
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits, engine_lost
-from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
 TEXT = "abcdefghijklmnopqrstuvwxyz"
@@ -48,7 +48,7 @@ class Rig:
             Answer(
                 "r",
                 ValidatedRequest(PROMPT, params, "label"),
-                TextStream(Letters().step, params.stop),
+                Letters().step,
                 self.sink,
                 self.clock,
                 self.clock.unix_ns(),
@@ -302,7 +302,7 @@ def test_who_may_move() -> None:
     assert rig.movable_from is None
     rig.clock.advance(MOVE_EVERY_S)
     assert rig.movable_from == "b"
-    rig.session.answer.sample_index = 1
+    rig.session.request = replace(rig.session.request, options=RequestOptions(n=2))
     assert rig.movable_from is None, "one of several samples"
 
 

@@ -48,9 +48,7 @@ class Rig:
     def _session(self, index: int, siblings: Any = ()) -> Session:
         request = ValidatedRequest(PROMPT, self.params, "label", RequestOptions(n=3))
         return Session(
-            Answer(
-                f"r{index}", request, TextStream(Letters().step, ()), self, self.clock, 0, index
-            ),
+            Answer(f"r{index}", request, Letters().step, self, self.clock, 0, index),
             deadline_s=60.0,
             router=self.router,
             entropy=FakeEntropy(),
@@ -237,7 +235,7 @@ def test_prompt_scores_have_no_gap() -> None:
 
 
 def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
-    text = TextStream(Letters().step, ["ab"], min_tokens=3)
+    text = TextStream(Letters().step, SamplingParams(stop=("ab",), min_tokens=3))
     assert text.feed(tuple(map(ord, "ababa")))[0] == "abab"
     assert text.feed(tuple(map(ord, "b")))[2] == "ab"
 

@@ -33,7 +33,6 @@ from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Blocked, EngineOutput, TransferSummary
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits, engine_lost, unfinished_run
-from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
 PROMPT = (1, 2, 3)
@@ -60,7 +59,7 @@ class Rig:
             Answer(
                 "r",
                 ValidatedRequest(PROMPT, sampling, "label"),
-                TextStream(Letters().step, stop),
+                Letters().step,
                 self.sink,
                 self.clock,
                 self.clock.unix_ns(),

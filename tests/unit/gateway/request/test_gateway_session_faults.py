@@ -27,7 +27,6 @@ from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import EngineOutput, TransferSummary
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits, engine_lost
-from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
 TEXT = "abacabadabacaba"
@@ -110,7 +109,7 @@ class SessionMachine(RuleBasedStateMachine):
             Answer(
                 "r",
                 ValidatedRequest((1, 2), sampling, ""),
-                TextStream(Letters().step, stop),
+                Letters().step,
                 self.sink,
                 self.clock,
                 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import pytest
 from fakes.clock import FakeEntropy
@@ -20,7 +21,6 @@ from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.request.session import Session
 from baton.gateway.request.session_table import SessionTable
 from baton.gateway.request.setbacks import SessionLimits
-from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
 RESULT = RequestResult(FinishReason.STOP, None, 1, 2, 0, "p", None, None, 1, 0, ())
@@ -132,7 +132,7 @@ class BrokenDetokenizer(Letters):
 
 def session(
     name: str,
-    text: TextStream,
+    step: Callable[[int], str],
     sink: FakeSink,
     deadline_s: float = 60.0,
     max_tokens: int = 2,
@@ -144,7 +144,7 @@ def session(
         Answer(
             name,
             ValidatedRequest((1,), SamplingParams(max_tokens=max_tokens), "label"),
-            text,
+            step,
             sink,
             clock,
             0,
@@ -159,8 +159,8 @@ def session(
 async def test_a_bug_in_one_session_fails_that_one(caplog: pytest.LogCaptureFixture) -> None:
     table = SessionTable(Clock(), 10)
     sinks = FakeSink(), FakeSink()
-    table.start(session("bad", TextStream(BrokenDetokenizer().step, ()), sinks[0]))
-    table.start(session("good", TextStream(Letters().step, ()), sinks[1]))
+    table.start(session("bad", BrokenDetokenizer().step, sinks[0]))
+    table.start(session("good", Letters().step, sinks[1]))
     with caplog.at_level(logging.CRITICAL, "baton.gateway.request.session_table"):
         table.engine_step("p", [EngineOutput(name, 0, 0, (97,)) for name in ("bad", "good")])
     assert type(sinks[0].error) is BatonError and "Zero" not in sinks[0].error.message
@@ -173,8 +173,8 @@ async def test_the_short_way_is_as_careful(caplog: pytest.LogCaptureFixture) -> 
     letters = BrokenDetokenizer()
     letters.is_broken = False  # still intact
     for name, sink in sinks.items():
-        text = TextStream((letters if name == "bad" else Letters()).step, ())
-        table.start(session(name, text, sink, max_tokens=9))
+        step = (letters if name == "bad" else Letters()).step
+        table.start(session(name, step, sink, max_tokens=9))
     for engine, index in (("p", 0), ("d", 1)):
         table.engine_step(engine, [EngineOutput(name, 0, index, (97,)) for name in sinks])
     letters.is_broken = True
@@ -201,8 +201,8 @@ async def test_first_tokens_do_not_wait_for_those_of_decodes() -> None:
             return super().emit(chunk)
 
     for name in ("decode", "prompt"):
-        text = TextStream(Letters().step, ())
-        table.start(session(name, text, NotingSink(name), max_tokens=9, engines=("both", "both")))
+        step = Letters().step
+        table.start(session(name, step, NotingSink(name), max_tokens=9, engines=("both", "both")))
     table.engine_step("both", [EngineOutput("decode", 0, 0, (97,))])
     table.engine_step("both", [EngineOutput("prompt", 0, 0, (97,))], [("decode", 0, 1, 98)])
     assert order == ["decode", "prompt", "decode"]
@@ -210,7 +210,7 @@ async def test_first_tokens_do_not_wait_for_those_of_decodes() -> None:
 
 async def test_deadlines_come_by_themselves() -> None:
     table, sink = SessionTable(Clock(), 10), FakeSink()
-    table.start(session("r", TextStream(Letters().step, ()), sink, deadline_s=0.02))
+    table.start(session("r", Letters().step, sink, deadline_s=0.02))
     await asyncio.sleep(0.04)
     assert sink.error is not None and sink.error.code == "deadline_exceeded"
     assert len(table) == 0
@@ -220,7 +220,7 @@ async def test_abort_by_id_and_label() -> None:
     table = SessionTable(Clock(), 10)
     sinks = [FakeSink() for _ in range(3)]
     for number, sink in enumerate(sinks):
-        table.start(session(f"r{number}", TextStream(Letters().step, ()), sink))
+        table.start(session(f"r{number}", Letters().step, sink))
     assert table.abort(["r0", "", "nobody"]) == 1
     assert table.abort(["label"]) == 2
     assert table.abort(["label", "r0"]) == 0

@@ -20,7 +20,6 @@ from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route
 from baton.gateway.request.session import Session
 from baton.gateway.request.setbacks import SessionLimits, engine_lost
 from baton.gateway.request.suspects import LATE_S, Suspects
-from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.node.requests.request_io import Entry, RequestIO
 from baton.node.requests.trials import Trials
@@ -126,7 +125,7 @@ class Cluster:
             Answer(
                 request_id,
                 ValidatedRequest((1, 2, 3), SamplingParams(max_tokens=MAX_TOKENS), ""),
-                TextStream(Letters().step, ()),
+                Letters().step,
                 self.sinks[request_id],
                 self.clock,
                 0,

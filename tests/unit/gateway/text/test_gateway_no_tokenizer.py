@@ -33,7 +33,7 @@ async def request_of(model: ServedModel, stop: str = "", **prompt: object) -> Va
 async def test_token_ids_are_served_and_have_no_text(model: ServedModel) -> None:
     request = await request_of(model, token_ids=inference_pb2.TokenIds(ids=[5, 6]))
     assert list(request.prompt_token_ids) == [5, 6]
-    text = TextStream(model.tokenizer.detokenizer((5, 6)).step, ())
+    text = TextStream(model.tokenizer.detokenizer((5, 6)).step, request.sampling)
     assert text.feed([7, 8, 9])[0] == "" and text.flush() == ""
 
 

@@ -18,6 +18,7 @@ from tokenizers import decoders
 from tokenizers.decoders import DecodeStream
 
 from baton.core.errors import StartupFailed
+from baton.core.request.sampling_params import SamplingParams
 from baton.gateway.text.stop_strings import StopSearch
 from baton.gateway.text.text_stream import TextStream, WholeTexts
 from baton.gateway.text.tokenizer import Tokenizer
@@ -63,7 +64,7 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(text: str, stop: st
 
 @given(letters, stops, st.integers(1, 9))
 def test_tokens_behind_a_stop_string_do_not_count(text: str, stops: list[str], step: int) -> None:
-    stream = TextStream(Letters().step, stops)
+    stream = TextStream(Letters().step, SamplingParams(stop=tuple(stops)))
     ids = list(map(ord, text))
     shown, num_tokens = "", 0
     for start in range(0, len(ids), step):
@@ -80,7 +81,8 @@ def test_tokens_behind_a_stop_string_do_not_count(text: str, stops: list[str], s
 @pytest.mark.parametrize("stops", [(), ("x",), ("bc",)])
 @pytest.mark.parametrize("includes", [False, True])
 def test_the_token_of_a_stop_id_is_not_shown(stops: tuple[str, ...], includes: bool) -> None:
-    stream = TextStream(Letters().step, stops, includes_stop=includes, stop_ids=[ord("c")])
+    sampling = SamplingParams(stop=stops, stop_token_ids=(ord("c"),))
+    stream = TextStream(Letters().step, sampling, includes_stop=includes)
     pieces = [stream.feed([ord("a"), ord("b")]), stream.feed([ord("c")])]
     assert sum(num_tokens for _, num_tokens, _ in pieces) == 3
     matched = "bc" if includes and "bc" in stops else None  # text that is not shown is not searched
