@@ -49,13 +49,16 @@ class CpuSteps:
 
     runs_ahead = False
 
+    def __post_init__(self) -> None:
+        self._is_last_stage = self.model.range.is_last
+
     def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
         """Compute the step. Raises EngineFailed, as `Runner.launch`."""
         batch = StepBatch.of(batch)
         try:
             with torch.inference_mode():
                 hidden = self._forward(batch)
-                if not self.model.range.is_last:
+                if not self._is_last_stage:
                     return CompletedStep(batch.results([]))
                 return self._sample(batch, hidden)
         except RuntimeError as error:  # torch's: out of memory
