@@ -44,7 +44,7 @@ async def abort(context: Context, error: BatonError) -> None:
 
 @dataclass(eq=False)
 class GrpcFront:
-    """What every service here has."""
+    """The base of the gRPC services: the front door, and the callers' API keys."""
 
     _door: FrontDoor
     _keys: AcceptedKeys | None  # None: no API key is required
