@@ -31,7 +31,7 @@ from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockR
 from baton.engine.kv.generations import GenerationsReader, SharedGenerations
 from baton.engine.kv.kv_memory import CudaKvMemory, KvLayout, canary_bytes
 from baton.kv_transfer.cuda_ipc.cuda_ipc import CudaIpcTransport, CudaStagedTransport
-from baton.kv_transfer.cuda_ipc.cuda_ipc_copy import EngineCopy, KernelCopy, StagedCopy
+from baton.kv_transfer.cuda_ipc.cuda_ipc_copy import DmaCopy, KernelCopy, StagedCopy
 from baton.kv_transfer.cuda_ipc.cuda_ipc_memory import memory_of
 from baton.kv_transfer.cuda_ipc.cuda_window import CudaWindow
 from baton.kv_transfer.device_transports import outlets, transports
@@ -63,7 +63,7 @@ _LAYOUTS = {
 }
 _NUM_BLOCKS = {"2 MiB": (1, 4, 16, 64, 128, 512, 2048), "128 KiB": (512,), "8-bit": (512,)}
 _SLOW_METHODS = (StagedCopy.name, TcpTransport.name)
-_METHODS = (KernelCopy.name, EngineCopy.name, NcclTransport.name, *_SLOW_METHODS)
+_METHODS = (KernelCopy.name, DmaCopy.name, NcclTransport.name, *_SLOW_METHODS)
 _STAGED_BLOCKS = (64, 512)  # a fallback path: two sizes are enough
 
 

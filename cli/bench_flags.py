@@ -13,7 +13,7 @@ from ..core.errors import StartupFailed
 
 if TYPE_CHECKING:  # the command line is parsed without them
     from ..core.metrics import Slo
-    from ..loadgen.benchmark import Plan
+    from ..loadgen.benchmark import BenchmarkPlan
     from ..loadgen.prompts import PromptShape
 
 _DATASETS = ("words", "token-ids", "sharegpt", "lengths", "jsonl")
@@ -21,15 +21,15 @@ _ENDPOINTS = ("completions", "chat")
 _SLO_NAMES = ("ttft_ms", "tbt_ms", "tpot_ms", "e2e_ms")
 
 
-def plan_of(arguments: argparse.Namespace) -> Plan:
+def plan_of(arguments: argparse.Namespace) -> BenchmarkPlan:
     """The plan of the parsed flags. Raises StartupFailed for flags that exclude each other."""
-    from ..loadgen.benchmark import Plan
+    from ..loadgen.benchmark import BenchmarkPlan
     from ..loadgen.target import Target
 
     num_requests, duration_s = arguments.num_requests, arguments.duration_s
     if num_requests is None:
         num_requests = 100 if duration_s is None else math.inf
-    plan = Plan(
+    plan = BenchmarkPlan(
         target=Target(
             arguments.base_url,
             arguments.endpoint,
@@ -56,7 +56,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     return plan
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: BenchmarkPlan) -> None:
     shape = plan.shape
     positive = {
         "--request-rate": plan.rate_per_s,

@@ -85,7 +85,7 @@ class TextConversation:
         self._text = ""
 
 
-class Chat:
+class TemplatedChat:
     """Messages in turn, rendered by the model's own chat template."""
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -108,7 +108,7 @@ class Chat:
         self._messages.clear()
 
 
-Conversation: TypeAlias = TextConversation | Chat
+Conversation: TypeAlias = TextConversation | TemplatedChat
 
 
 def conversation_with(served: str, model: str, served_model_name: str | None) -> Conversation:
@@ -120,7 +120,7 @@ def conversation_with(served: str, model: str, served_model_name: str | None) ->
     if (served_model_name or model_dir.resolve().name) != served:
         return TextConversation()
     template = ChatTemplate.load(model_dir)
-    return TextConversation() if template is None else Chat(template)
+    return TextConversation() if template is None else TemplatedChat(template)
 
 
 @dataclass(eq=False)

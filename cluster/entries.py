@@ -34,7 +34,7 @@ def is_incarnation(name: bytes) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DirectoryEntry:
     """One write of an announcer about its engine.
 
     `sequence` grows with every entry of the incarnation; `at_ms`: the Redis server's time;
@@ -55,19 +55,19 @@ class Entry:
             raise BadEntry("from the future")
 
 
-def encode_entry(entry: Entry, secret: ClusterSecret) -> bytes:
+def encode_entry(entry: DirectoryEntry, secret: ClusterSecret) -> bytes:
     """The value to store in Redis."""
     return secret.seal(msgspec.json.encode(entry))
 
 
-def decode_entry(raw: bytes, secret: ClusterSecret) -> Entry:
+def decode_entry(raw: bytes, secret: ClusterSecret) -> DirectoryEntry:
     """The entry in a stored value; raises BadEntry. Unknown further fields are ignored."""
     if len(raw) > MAX_ENTRY_BYTES:
         raise BadEntry("longer than an entry may be")
     if not (written := secret.unseal(raw)):
         raise BadEntry("not signed with the cluster secret")
     try:
-        entry = msgspec.json.decode(written, type=Entry)
+        entry = msgspec.json.decode(written, type=DirectoryEntry)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise BadEntry(str(error)) from error
     member = entry.member

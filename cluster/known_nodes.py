@@ -26,7 +26,7 @@ from ..core.errors import BatonError, NodeLost, Unauthenticated
 from ..core.membership import Directory, Member, Role
 from ..core.ports import Clock
 from ..proto.v1 import node_pb2, node_pb2_grpc
-from .entries import MAX_ENTRY_BYTES, BadEntry, Entry, decode_entry, encode_entry
+from .entries import MAX_ENTRY_BYTES, BadEntry, DirectoryEntry, decode_entry, encode_entry
 from .secret import ClusterSecret
 from .tls import ClusterTls, open_channel
 
@@ -53,7 +53,7 @@ _OPTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NodeAddress:
     """A node to call: the listed address, and the role of its engines."""
 
     address: str
@@ -62,7 +62,7 @@ class Node:
 
 # Requests a node's directory entries, after it has proven the cluster's key. Raises BatonError if
 # there is no response in time.
-AskNode = Callable[[Node], Awaitable[Sequence[bytes]]]
+AskNode = Callable[[NodeAddress], Awaitable[Sequence[bytes]]]
 
 
 @dataclass(eq=False)
@@ -77,8 +77,10 @@ class KnownNodes:
     _clock: Clock
     _sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     _listed: tuple[Member, ...] = ()  # the inner directory's last membership
-    _answers: dict[Node, tuple[Member, ...]] = field(default_factory=dict)  # received after that
-    _left_s: dict[Node, float] = field(default_factory=dict)  # when nodes were last known
+    _answers: dict[NodeAddress, tuple[Member, ...]] = field(
+        default_factory=dict
+    )  # received after that
+    _left_s: dict[NodeAddress, float] = field(default_factory=dict)  # when nodes were last known
     _num_called: int = 0
     _members: tuple[Member, ...] | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -165,7 +167,7 @@ class KnownNodes:
             for node in in_turn:
                 calling.create_task(self._call_one(node, gate))
 
-    async def _call_one(self, node: Node, gate: asyncio.Semaphore) -> None:
+    async def _call_one(self, node: NodeAddress, gate: asyncio.Semaphore) -> None:
         try:
             async with gate:
                 entries = await self._ask(node)
@@ -177,17 +179,17 @@ class KnownNodes:
             self._answers[node] = members
             self._update()
 
-    def _believed(self, entry: bytes, node: Node) -> Member:
+    def _believed(self, entry: bytes, node: NodeAddress) -> Member:
         """The member of a node's entry, whose times are ignored; raises BadEntry."""
         member = decode_entry(entry, self._secret).member
         if (member.address, member.role) != (node.address, node.role):
             raise BadEntry("of another node")
         return member
 
-    def _nodes(self, members: Iterable[Member]) -> set[Node]:
-        return {Node(m.address, m.role) for m in members if m.role in self._roles}
+    def _nodes(self, members: Iterable[Member]) -> set[NodeAddress]:
+        return {NodeAddress(m.address, m.role) for m in members if m.role in self._roles}
 
-    def _just_left(self, now_s: float) -> dict[Node, float]:
+    def _just_left(self, now_s: float) -> dict[NodeAddress, float]:
         return {n: at_s for n, at_s in self._left_s.items() if now_s - at_s < _REMEMBERED_S}
 
     def _update(self) -> None:
@@ -226,11 +228,13 @@ async def _read(call: Any) -> bytes:
 
 def answer_with(members: Iterable[Member], secret: ClusterSecret) -> node_pb2.GetMembersResponse:
     """A node's response. Its entries cannot be replayed through Redis: there they are expired."""
-    entries = (Entry(member, sequence=1, at_ms=1, ttl_ms=1) for member in members)
+    entries = (DirectoryEntry(member, sequence=1, at_ms=1, ttl_ms=1) for member in members)
     return node_pb2.GetMembersResponse(entries=[encode_entry(each, secret) for each in entries])
 
 
-async def ask_members(secret: ClusterSecret, tls: ClusterTls | None, node: Node) -> Sequence[bytes]:
+async def ask_members(
+    secret: ClusterSecret, tls: ClusterTls | None, node: NodeAddress
+) -> Sequence[bytes]:
     """`AskNode` over gRPC. Raises Unauthenticated, NodeLost."""
     async with open_channel(node.address, tls, node.role.value, _OPTIONS) as channel:
         stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]

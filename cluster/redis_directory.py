@@ -21,7 +21,14 @@ from dataclasses import dataclass, field
 
 from ..core.membership import Member
 from ..core.process.event_loop import keep_running
-from .entries import MAX_ENTRY_BYTES, BadEntry, Entry, decode_entry, encode_entry, is_incarnation
+from .entries import (
+    MAX_ENTRY_BYTES,
+    BadEntry,
+    DirectoryEntry,
+    decode_entry,
+    encode_entry,
+    is_incarnation,
+)
 from .redis_client import RETRY_MAX_S, Command, RedisAway, RedisClient
 
 log = logging.getLogger(__name__)
@@ -39,9 +46,9 @@ _NO_TTL = -1  # PTTL of a key without a TTL
 class _View:
     """The state of one watcher: the newest entry of each incarnation, including those that left."""
 
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, DirectoryEntry] = field(default_factory=dict)
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: DirectoryEntry) -> None:
         """Add an entry. Raises BadEntry if a newer one of the incarnation was seen."""
         incarnation = entry.member.incarnation
         known = self.entries.get(incarnation)
@@ -82,7 +89,7 @@ class RedisDirectory:
         self._channel = f"{redis.prefix}members"
         self._listed, self._probe = f"{redis.prefix}listed", f"{redis.prefix}probe"
         self._announcers: dict[str, asyncio.Task[None]] = {}
-        self._last: dict[str, Entry] = {}  # own entries, written or attempted
+        self._last: dict[str, DirectoryEntry] = {}  # own entries, written or attempted
         self.is_away, self._has_answered = False, False
         self.num_bad_entries = 0
 
@@ -153,7 +160,9 @@ class RedisDirectory:
         last, key = self._last.get(incarnation), self._prefix + incarnation
         try:
             now_ms = int(await self._redis.now_s() * 1000)
-            entry = Entry(member, last.sequence + 1 if last else 1, now_ms, ttl_ms, is_gone)
+            entry = DirectoryEntry(
+                member, last.sequence + 1 if last else 1, now_ms, ttl_ms, is_gone
+            )
             self._last[incarnation] = entry
             was_there, *_ = await self._redis.run(
                 ("EXISTS", key),
@@ -200,7 +209,7 @@ class RedisDirectory:
                 self._note_bad(incarnation, error)
         return gone
 
-    def _decode(self, incarnation: str, value: object, pttl: object, now_ms: int) -> Entry:
+    def _decode(self, incarnation: str, value: object, pttl: object, now_ms: int) -> DirectoryEntry:
         """The entry, checked; raises BadEntry."""
         if not isinstance(value, bytes):  # GETRANGE of a key that is not a string
             raise BadEntry(f"not a string: {value}")

@@ -241,9 +241,9 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*:?", self.metrics_prefix):
             raise StartupFailed("--metrics-prefix must be letters, digits and underscores")
-        if self.response_store_mib < 0 or self.response_store_s <= 0:
-            raise StartupFailed("--response-store-mib and --response-store-s must not be negative")
-        for name in ("max_request_s", "heartbeat_timeout_s"):
+        if self.response_store_mib < 0:
+            raise StartupFailed("--response-store-mib must not be negative")
+        for name in ("max_request_s", "heartbeat_timeout_s", "response_store_s"):
             if getattr(self, name) <= 0:
                 raise StartupFailed(f"--{name.replace('_', '-')} must be more than 0")
         if self.log_prompts and not self.log_json:

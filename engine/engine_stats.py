@@ -13,7 +13,7 @@ from .engine_parts import EngineParts
 from .kv.disk.disk_tier import DiskCounts
 from .kv.host_copies import HostCounts
 from .scheduling.admission import distinct_blocks
-from .scheduling.outputs import Load, SpeculationCounts, Totals
+from .scheduling.outputs import EngineLoad, SpeculationCounts, Totals
 from .scheduling.pipeline_share import decodes_of_step
 from .scheduling.sequence import Sequence
 
@@ -36,7 +36,7 @@ class EngineStats:
         queues = self._scheduler.queues
         return bool(queues.parked or queues.waiting) or queues.has_prefills
 
-    def load(self, pending: Iterable[Request] = ()) -> Load:
+    def load(self, pending: Iterable[Request] = ()) -> EngineLoad:
         """`pending`: requests that are announced, but not queued yet."""
         queues = self._scheduler.queues
         held_blocks = self._num_held_blocks
@@ -44,7 +44,7 @@ class EngineStats:
         for sequence, num_tokens, context in self._prompts_left():
             waiting[sequence.request.caller_id] += num_tokens
             waiting_pairs += pairs_of(num_tokens, context)
-        return Load(
+        return EngineLoad(
             num_running=len(queues.running),
             num_waiting=len(queues.waiting) + len(queues.loading) + len(queues.parked),
             waiting_tokens=waiting.total(),

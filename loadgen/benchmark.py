@@ -28,7 +28,7 @@ from ..core.errors import StartupFailed
 from ..core.metrics import Slo, TokenTimes
 from ..core.version import version
 from . import plots, prompts
-from .driver import Usage
+from .driver import TokenUsage
 from .figures import ReportWindow, row, spread, targets, tbt_samples
 from .generator import Asked, Load
 from .prompts import PromptShape
@@ -42,7 +42,7 @@ _LATE_MS = 10.0  # a generator that is later than this at p99 is what is measure
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchmarkPlan:
     """`rate_per_s` None: a closed loop of `concurrency`. The load ends by `num_requests` or
     `duration_s`, whichever comes first; one of them may be infinite."""
 
@@ -71,7 +71,7 @@ class Outcome:
     is_interrupted: bool
 
 
-async def run(plan: Plan) -> int:
+async def run(plan: BenchmarkPlan) -> int:
     """Measure, print, write. Returns 0, SOME_FAILED or INTERRUPTED; raises StartupFailed."""
     asked = prompts.asked(plan.shape)
     if plan.target.endpoint == "completions" and plan.shape.dataset == "jsonl":
@@ -103,7 +103,7 @@ def _texts_alone(asked: Iterator[Asked]) -> Iterator[Asked]:
         yield one
 
 
-async def _warm_up(plan: Plan, target: Reached, asked: Iterator[Asked]) -> None:
+async def _warm_up(plan: BenchmarkPlan, target: Reached, asked: Iterator[Asked]) -> None:
     load = Load(target.driver, time.monotonic(), is_exact=False)
     many = islice(asked, plan.num_warmups)
     await load.closed_loop(many, _concurrency(plan), math.inf, math.inf, _GROUP)
@@ -112,12 +112,12 @@ async def _warm_up(plan: Plan, target: Reached, asked: Iterator[Asked]) -> None:
         raise StartupFailed(f"every request of the warm-up failed: {failed[0]}")
 
 
-def _concurrency(plan: Plan) -> int:
+def _concurrency(plan: BenchmarkPlan) -> int:
     """As few workers as there are requests."""
     return int(min(plan.concurrency, plan.num_requests))
 
 
-async def _load(plan: Plan, target: Reached, asked: Iterator[Asked]) -> Outcome:
+async def _load(plan: BenchmarkPlan, target: Reached, asked: Iterator[Asked]) -> Outcome:
     most = None if math.isinf(plan.num_requests) else int(plan.num_requests)
     with tqdm(total=most, desc="Requests", unit="req", disable=None) as bar:
 
@@ -164,7 +164,9 @@ def _cancelled_by_sigint(task: asyncio.Task[None]) -> Iterator[None]:
 # --- figures --------------------------------------------------------------------------------------
 
 
-def summarise(plan: Plan, outcome: Outcome, model: str, usage: Usage | None) -> dict[str, Any]:
+def summarise(
+    plan: BenchmarkPlan, outcome: Outcome, model: str, usage: TokenUsage | None
+) -> dict[str, Any]:
     """All figures as JSON: times in ms. Requests that were cut off at the end count for tokens and
     TBT, and where they were late by then as missed targets; they are neither completed nor failed.
     """
@@ -215,7 +217,7 @@ def _mean_ms(seconds: Iterable[float | None]) -> float | None:
     return sum(samples) / len(samples) * 1e3 if samples else None
 
 
-def _late(plan: Plan, outcome: Outcome) -> list[Record]:
+def _late(plan: BenchmarkPlan, outcome: Outcome) -> list[Record]:
     """Those that were cut off and would have missed a target even if a token had come just then.
     Without one for TTFT the first is expected within the time for the last."""
     ttft_s = plan.drain_s or None if plan.slo.ttft_s is None else plan.slo.ttft_s
@@ -249,7 +251,7 @@ def _attainment(slo: Slo, judged: Sequence[Record], seconds: float) -> dict[str,
     }
 
 
-def _shown(plan: Plan) -> dict[str, Any]:
+def _shown(plan: BenchmarkPlan) -> dict[str, Any]:
     shape = plan.shape
     loop = "concurrency" if plan.rate_per_s is None else "rate_per_s"
     of_plan = (loop, "num_requests", "duration_s", "num_warmups")
@@ -287,7 +289,7 @@ def table(summary: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _write(plan: Plan, outcome: Outcome, summary: Mapping[str, Any], text: str) -> None:
+def _write(plan: BenchmarkPlan, outcome: Outcome, summary: Mapping[str, Any], text: str) -> None:
     try:
         if plan.result is not None:
             plan.result.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")

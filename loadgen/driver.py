@@ -16,7 +16,7 @@ class DriverError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """The system's own count of a request's tokens; None: it does not count them."""
 
     num_prompt_tokens: int | None
@@ -26,7 +26,7 @@ class Usage:
 class Driver(Protocol):
     """One connection to the system, for any number of requests at a time."""
 
-    def stream(self, content: Content, num_tokens: int) -> AsyncGenerator[int | Usage, None]:
+    def stream(self, content: Content, num_tokens: int) -> AsyncGenerator[int | TokenUsage, None]:
         """Ask for `num_tokens` tokens; yields how many came, as they come, and at the end the
         system's count of them, where it gives one.
 

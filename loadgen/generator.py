@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
-from .driver import Content, Driver, DriverError, Usage
+from .driver import Content, Driver, DriverError, TokenUsage
 from .records import Record
 
 _EARLY_S = 0.002  # an event loop wakes up a millisecond late: come early and look at the clock
@@ -88,7 +88,7 @@ class Load:
             stream = self.driver.stream(asked.content, asked.num_output_tokens)
             async with aclosing(stream) as counts:
                 async for count in counts:
-                    if isinstance(count, Usage):
+                    if isinstance(count, TokenUsage):
                         usage = count
                     else:
                         record.token_s += [self.now_s] * count

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from .driver import Content, DriverError, Usage
+from .driver import Content, DriverError, TokenUsage
 
 _DATA, _DONE = b"data:", b"[DONE]"
 _SHOWN_CHARS = 200  # of an answer, in an error
@@ -69,7 +69,9 @@ class OpenAiDriver:
         self._fields = {name: value for name, value in given.items() if value is not None}
         self._is_chat = path == CHAT
 
-    async def stream(self, content: Content, num_tokens: int) -> AsyncGenerator[int | Usage, None]:
+    async def stream(
+        self, content: Content, num_tokens: int
+    ) -> AsyncGenerator[int | TokenUsage, None]:
         """Raises HttpError, Unreachable, DriverError."""
         body = {**self._fields, **self._prompt(content), "max_tokens": num_tokens}
         num_seen, usage = 0, None
@@ -144,14 +146,14 @@ def _has_text(choice: Mapping[str, Any]) -> bool:
     return bool(choice.get("text") or any(delta.get(name) for name in names))
 
 
-def _usage(event: Mapping[str, Any]) -> Usage | None:
+def _usage(event: Mapping[str, Any]) -> TokenUsage | None:
     found = event.get("usage")
     if not found:
         return None
     counts = [found.get(name) for name in ("prompt_tokens", "completion_tokens")]
     if not all(count is None or isinstance(count, int) for count in counts):
         raise TypeError(f"a usage that does not count: {str(found)[:_SHOWN_CHARS]}")
-    return Usage(*counts)
+    return TokenUsage(*counts)
 
 
 def session(api_key: str | None = None) -> aiohttp.ClientSession:

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from ..core.errors import StartupFailed
-from .driver import DriverError, Usage
+from .driver import DriverError, TokenUsage
 from .generator import Asked
 from .openai_driver import CHAT, COMPLETIONS, HttpError, OpenAiDriver, Unreachable, session
 
@@ -48,7 +48,7 @@ class Reached:
 
     driver: OpenAiDriver
     model: str
-    usage: Usage | None
+    usage: TokenUsage | None
 
 
 @asynccontextmanager
@@ -78,11 +78,11 @@ async def reached(target: Target, first: Asked) -> AsyncIterator[Reached]:
             return
 
 
-async def _first_answer(driver: OpenAiDriver, first: Asked) -> Usage | None:
+async def _first_answer(driver: OpenAiDriver, first: Asked) -> TokenUsage | None:
     usage, num_tokens = None, 0
     async with aclosing(driver.stream(first.content, first.num_output_tokens)) as counts:
         async for count in counts:
-            if isinstance(count, Usage):
+            if isinstance(count, TokenUsage):
                 usage = count
             else:
                 num_tokens += count

@@ -14,7 +14,7 @@ from ..core.ports import Clock
 from ..core.request.request import Ticket
 from ..engine.engine import Engine
 from ..engine.scheduling.outputs import ChunkOutput, StepOutput, TokenOutput
-from ..kv_transfer.protocol.events import Chunk, Offered, Withdrawn
+from ..kv_transfer.protocol.events import ChunkReady, Offered, Withdrawn
 from ..kv_transfer.protocol.messages import HandoffState
 from ..node.peers.peers import Peers
 from ..node.requests.request_io import Entry, RequestIO
@@ -70,7 +70,7 @@ class PrefillRole(EngineRole):
             state = HandoffState(sampled.token_id, forks, of_beams, lacking)
             offer.is_first_token_out = True  # with beams the puller sends all tokens
         transfer_id = offer.ticket.transfer_id
-        self._peers.feed_source(Chunk(transfer_id, blocks, num_tokens, state, chunk.step))
+        self._peers.feed_source(ChunkReady(transfer_id, blocks, num_tokens, state, chunk.step))
 
     def _release(self, key: str, error: BatonError | None) -> None:
         """The hand-off has ended. After the first token the puller reports its outcome."""

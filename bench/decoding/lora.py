@@ -28,7 +28,7 @@ from baton.core.engine_config import EngineConfig
 from baton.core.request.request import Adapter, Request
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.local import LocalEngine
-from baton.engine.lora.layout import Layout
+from baton.engine.lora.layout import AdapterLayout
 
 from ..floors.figures import ROOT, Figure, command_line, commit, machine, table
 from ..floors.gpu_shapes import SHAPES
@@ -40,7 +40,7 @@ _NUM_BLOCKS = 7000
 _MOST_OVER, _MOST_OVER_IDLE, _LOAD_S = 0.10, 0.01, 1.0  # the project's targets
 
 
-def write_adapter(folder: Path, layout: Layout, rank: int, seed: int) -> Path:
+def write_adapter(folder: Path, layout: AdapterLayout, rank: int, seed: int) -> Path:
     """A random adapter of all projections, in bfloat16."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -156,7 +156,7 @@ def main(argv: list[str]) -> int:
     )
     without = LocalEngine.load(replace(config, enable_lora=False), print)
     local = LocalEngine.load(config, print)
-    layout = Layout.of(local.runner.model)
+    layout = AdapterLayout.of(local.runner.model)
     num = arguments.adapters
     paths = [write_adapter(folder / f"{n}", layout, arguments.rank, n) for n in range(num + 1)]
     loaded = [local.load_adapter(str(n), str(path)) for n, path in enumerate(paths[:num])]

@@ -31,7 +31,7 @@ from baton.kernels.products.gemv_triton import (
     few_rows_product,
     few_rows_tiling,
 )
-from baton.kernels.products.streamed_product import Stages, choose_stages
+from baton.kernels.products.streamed_product import StreamTiling, choose_stages
 from baton.kernels.products.streamed_product_gluon import streamed_product, streamed_summands
 from baton.kernels.products.weights import Summands
 from baton.kernels.row_room import LEAST_ROWS, MOST_ROWS, ROWS_AT_ONCE, empty_rows, room_of
@@ -48,7 +48,7 @@ _COMPILERS = 12
 _SHARED_BYTES = 225 << 10
 
 Product = Callable[[Tensor, Tensor], Tensor | Summands]
-Cut: TypeAlias = Tiling | Stages
+Cut: TypeAlias = Tiling | StreamTiling
 
 _TILINGS = [
     Tiling(outputs, inputs, stages, warps)
@@ -58,43 +58,43 @@ _TILINGS = [
     if warps == 4 or outputs == 128  # so that every warp has work
 ]
 _STAGES = [
-    Stages(outputs, inputs, count, early)
+    StreamTiling(outputs, inputs, count, early)
     for outputs, inputs, count, early in itertools.product(
         (32, 64, 128), (64, 128), (4, 6, 9), (0, 1, 2, 3, 4, 6, 9)
     )
     if early <= count
 ]
 _STAGES_OF_SUMMANDS = [
-    Stages(64, 128, 6, 3, shares=2),
-    Stages(64, 128, 6, 4, shares=2),
-    Stages(128, 128, 4, 2, shares=4),
-    Stages(128, 128, 4, 3, shares=4),
+    StreamTiling(64, 128, 6, 3, shares=2),
+    StreamTiling(64, 128, 6, 4, shares=2),
+    StreamTiling(128, 128, 4, 2, shares=4),
+    StreamTiling(128, 128, 4, 3, shares=4),
 ]
 # For more than 64 rows, candidates that occupy most multiprocessors and reread inputs little.
 _STAGES_OF_MANY = {
     "product": [
-        *(Stages(64, 128, 4, early) for early in (2, 3, 4)),
-        *(Stages(64, 64, 9, early) for early in (4, 6)),
-        Stages(32, 128, 5, 3),
-        Stages(128, 64, 7, 3),
-        Stages(128, 128, 3, 2),
-        *(Stages(256, 64, 4, early) for early in (2, 3)),
+        *(StreamTiling(64, 128, 4, early) for early in (2, 3, 4)),
+        *(StreamTiling(64, 64, 9, early) for early in (4, 6)),
+        StreamTiling(32, 128, 5, 3),
+        StreamTiling(128, 64, 7, 3),
+        StreamTiling(128, 128, 3, 2),
+        *(StreamTiling(256, 64, 4, early) for early in (2, 3)),
     ],
     "summand": [
-        Stages(64, 128, 4, 3),
-        *(Stages(64, 128, 4, early, shares=2) for early in (2, 3)),
-        Stages(64, 64, 9, 5, shares=2),
-        *(Stages(128, 64, 7, early, shares=4) for early in (2, 3, 5)),
-        Stages(128, 128, 3, 2, shares=4),
-        Stages(128, 64, 7, 3, shares=2),
-        *(Stages(256, 64, 4, early, shares=8) for early in (2, 3)),
-        Stages(256, 64, 4, 3, shares=6),
+        StreamTiling(64, 128, 4, 3),
+        *(StreamTiling(64, 128, 4, early, shares=2) for early in (2, 3)),
+        StreamTiling(64, 64, 9, 5, shares=2),
+        *(StreamTiling(128, 64, 7, early, shares=4) for early in (2, 3, 5)),
+        StreamTiling(128, 128, 3, 2, shares=4),
+        StreamTiling(128, 64, 7, 3, shares=2),
+        *(StreamTiling(256, 64, 4, early, shares=8) for early in (2, 3)),
+        StreamTiling(256, 64, 4, 3, shares=6),
     ],
     "gated": [
-        *(Stages(128, 64, 4, early) for early in (1, 2, 3, 4)),
-        Stages(128, 32, 9, 5),
-        *(Stages(64, 64, 7, early) for early in (2, 4, 6)),
-        *(Stages(64, 128, 3, early) for early in (1, 2, 3)),
+        *(StreamTiling(128, 64, 4, early) for early in (1, 2, 3, 4)),
+        StreamTiling(128, 32, 9, 5),
+        *(StreamTiling(64, 64, 7, early) for early in (2, 4, 6)),
+        *(StreamTiling(64, 128, 3, early) for early in (1, 2, 3)),
     ],
 }
 _KINDS = {"out": "summand", "gate_up": "gated", "down": "summand"}  # else "product"
@@ -203,7 +203,7 @@ def _fits(cut: Cut, num_stages: int, num_rows: int) -> bool:
 def worth_it(num_outputs: int, cut: Cut) -> bool:
     """Whether enough multiprocessors have work."""
     least = 0.45 * torch.cuda.get_device_properties(0).multi_processor_count
-    shares = cut.shares if isinstance(cut, Stages) else 1
+    shares = cut.shares if isinstance(cut, StreamTiling) else 1
     return num_outputs * shares / cut.outputs >= least
 
 

@@ -31,9 +31,9 @@ from baton.core.step_cost import StepCost
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.promises.promise_decider import PromiseDecider
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.output_chunk import OutputChunk
 from baton.gateway.request.session import Session
+from baton.gateway.request.session_output import SessionOutput
 from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -181,7 +181,7 @@ class Simulation:
             prompt, sampling, "", RequestOptions(cache_salt=cache_salt), caller_id=caller_id
         )
         session = Session(
-            Answer(self._ids.new_id(), request, _Letters().step, call, self.clock, 0),
+            SessionOutput(self._ids.new_id(), request, _Letters().step, call, self.clock, 0),
             deadline_s=now_s + _DEADLINE_S,
             router=PromptRouter(gateway.table, request, hashes),
             entropy=self._ids,

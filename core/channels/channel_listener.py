@@ -32,7 +32,7 @@ OnChannel = Callable[[Opening, Channel], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class AcceptPolicy:
     """Which dialers are accepted.
 
     `keys`: by key id; a dialer must hold one of them. `check` gets an authenticated opening and the
@@ -54,14 +54,14 @@ class ChannelListener:
         host: str,
         port: int,
         addresses: Callable[[int], Collection[str]],
-        admission: Admission,
+        policy: AcceptPolicy,
         secure: Callable[[socket.socket], Secured] | None = None,
     ) -> None:
         """Listen at `host`, on any free port if `port` is 0; `addresses` returns, for a port, the
         addresses that others dial. `secure` begins TLS and raises OSError. Raises StartupFailed.
         """
         self._incarnation = incarnation
-        self._admission = admission
+        self._policy = policy
         self._secure = secure
         self._lock = threading.Lock()
         self._newcomers = Newcomers()
@@ -135,13 +135,13 @@ class ChannelListener:
     ) -> Opening:
         """Raises OSError, BatonError."""
         addresses = (THIS_HOST,) if is_local else self._addresses
-        theirs = Listener(self._key_of, self._admission.purposes, addresses)
+        theirs = Listener(self._key_of, self._policy.purposes, addresses)
         opening = admit(connection, theirs)
         if not is_local:
             tune(connection, opening.purpose)
         self._newcomers.proven()  # before `check`, which may block
         try:
-            self._admission.check(opening, names)
+            self._policy.check(opening, names)
         except BatonError as error:
             log.warning("refused a channel: %s", error.message)
             refuse(connection, error.message)
@@ -151,4 +151,4 @@ class ChannelListener:
 
     def _key_of(self, opening: Opening) -> bytes | None:
         is_ours = opening.listener == self._incarnation
-        return self._admission.keys.get(opening.key_id) if is_ours else None
+        return self._policy.keys.get(opening.key_id) if is_ours else None

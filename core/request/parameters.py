@@ -15,7 +15,7 @@ _SMALLEST = 2.0**-126  # smaller float32 are subnormal, and GPUs flush them to 0
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ParameterKind:
     """`range`: for the documentation. `field`: the field of a JSON body, which checks only that the
     value fits the proto field.
 
@@ -28,10 +28,10 @@ class Kind:
     check: Callable[[Any, str, int], Any]
 
 
-FLAG = Kind("", BOOLEAN, lambda value, name, vocab_size: value)
+FLAG = ParameterKind("", BOOLEAN, lambda value, name, vocab_size: value)
 
 
-def number(least: float, most: float, *, is_open: bool = False) -> Kind:
+def number(least: float, most: float, *, is_open: bool = False) -> ParameterKind:
     """A float in [least, most], or in (least, most] if `is_open`."""
     interval = f"{'(' if is_open else '['}{least:g}, {most:g}]"
 
@@ -43,10 +43,10 @@ def number(least: float, most: float, *, is_open: bool = False) -> Kind:
         return value
 
     bound = "exclusiveMinimum" if is_open else "minimum"
-    return Kind(interval, NUMBER.within(**{bound: least, "maximum": most}), check)
+    return ParameterKind(interval, NUMBER.within(**{bound: least, "maximum": most}), check)
 
 
-def _integer(least: int, most: float, field: FieldKind, range: str, must: str) -> Kind:
+def _integer(least: int, most: float, field: FieldKind, range: str, must: str) -> ParameterKind:
     """An integer in [least, most]; `must`: the error text, which may contain `{value}`."""
 
     def check(value: int, name: str, vocab_size: int) -> int:
@@ -54,22 +54,22 @@ def _integer(least: int, most: float, field: FieldKind, range: str, must: str) -
             raise refusal(f"{name} {must.format(value=value)}", name)
         return value
 
-    return Kind(range, field, check)
+    return ParameterKind(range, field, check)
 
 
-def at_least(least: int) -> Kind:
+def at_least(least: int) -> ParameterKind:
     """An integer from `least` on, up to the bound of the proto field, which no message names."""
     field = integer(least, UINT32_MAX)
     return _integer(least, math.inf, field, f"{least} ...", f"must be at least {least}")
 
 
-def between(least: int, most: int) -> Kind:
+def between(least: int, most: int) -> ParameterKind:
     interval = f"[{least}, {most}]"
     must = f"must lie in {interval}, not {{value}}"
     return _integer(least, most, integer(least, most), interval, must)
 
 
-def count(most: int) -> Kind:
+def count(most: int) -> ParameterKind:
     """The number of items to return. `most` is checked by `check`, for HTTP too."""
     field = integer(0, UINT32_MAX).within(maximum=most)
     return _integer(0, most, field, f"[0, {most}]", f"can be {most} at most, not {{value}}")
@@ -80,7 +80,7 @@ SEED = _integer(0, _MAX_SEED, integer(0, _MAX_SEED), "[0, 2**63)", "must lie in 
 
 # May be unlimited: None here, 0 in the proto field, 0 or vLLM's -1 over HTTP.
 _ANY_LIMIT = integer(-1, UINT32_MAX)
-LIMIT = Kind(
+LIMIT = ParameterKind(
     "0 ...",
     FieldKind(_ANY_LIMIT.schema, lambda value, name: max(0, _ANY_LIMIT.read(value, name))),
     lambda value, name, vocab_size: value or None,

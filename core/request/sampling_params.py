@@ -16,7 +16,7 @@ from typing import Any
 
 from .constraint import Constraint
 from .json_fields import FieldKind
-from .parameters import FLAG, LIMIT, SEED, Kind, at_least, between, count, number
+from .parameters import FLAG, LIMIT, SEED, ParameterKind, at_least, between, count, number
 from .text_parameters import (
     EARLY_STOPPING,
     stop_strings,
@@ -37,7 +37,7 @@ class Parameter:
     """
 
     default: Any
-    kind: Kind
+    kind: ParameterKind
     help: str
     absent: str | None = None
     over_http: str = ""
@@ -48,7 +48,7 @@ class Parameter:
         return self.kind.field.within(description=self.help)
 
 
-def parameter(default: Any, kind: Kind, help: str, **more: str) -> Any:
+def parameter(default: Any, kind: ParameterKind, help: str, **more: str) -> Any:
     """A dataclass field that is a request parameter; `more`: see Parameter."""
     described = Parameter(default, kind, help, **more)
     return dataclasses.field(default=default, metadata={"parameter": described})

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .json_fields import NUMBER, STRING, TOKEN_IDS, UINT32_MAX, FieldKind, invalid, one_or_list_of
-from .parameters import Kind, as_sampled, refusal
+from .parameters import ParameterKind, as_sampled, refusal
 
 _TOKEN_ID = re.compile(r"(0|[1-9][0-9]{0,9})\Z")  # JSON's form of integers: one key per id
 
 
-def _early_stopping() -> Kind:
+def _early_stopping() -> ParameterKind:
     """A text in the proto field; JSON bodies may have booleans."""
     texts = ("false", "true", "never")
 
@@ -30,13 +30,13 @@ def _early_stopping() -> Kind:
         return value
 
     schema = {"anyOf": [{"type": "boolean"}, {"const": "never"}]}
-    return Kind("true, false or `never`", FieldKind(schema, read), check)
+    return ParameterKind("true, false or `never`", FieldKind(schema, read), check)
 
 
 EARLY_STOPPING = _early_stopping()
 
 
-def text_like(pattern: str, description: str) -> Kind:
+def text_like(pattern: str, description: str) -> ParameterKind:
     """A text that matches the whole pattern; `description`: the same in words."""
 
     def check(value: str, name: str, vocab_size: int) -> str:
@@ -44,7 +44,7 @@ def text_like(pattern: str, description: str) -> Kind:
             raise invalid(name, description)
         return value
 
-    return Kind(description, STRING.within(pattern=f"^{pattern}$"), check)
+    return ParameterKind(description, STRING.within(pattern=f"^{pattern}$"), check)
 
 
 _LABEL_LIKE = "[!-~]{1,256}"
@@ -56,7 +56,7 @@ def is_label(text: str) -> bool:
     return re.fullmatch(_LABEL_LIKE, text) is not None
 
 
-def stop_strings(max_items: int, max_bytes: int) -> Kind:
+def stop_strings(max_items: int, max_bytes: int) -> ParameterKind:
     """Texts of 1 to `max_bytes` bytes of UTF-8."""
 
     def check(value: Sequence[str], name: str, vocab_size: int) -> tuple[str, ...]:
@@ -67,19 +67,19 @@ def stop_strings(max_items: int, max_bytes: int) -> Kind:
         return tuple(value)
 
     field = one_or_list_of(STRING.within(minLength=1, maxLength=max_bytes), max_items)
-    return Kind(f"{max_items} strings of 1 to {max_bytes} bytes", field, check)
+    return ParameterKind(f"{max_items} strings of 1 to {max_bytes} bytes", field, check)
 
 
-def token_ids(max_items: int) -> Kind:
+def token_ids(max_items: int) -> ParameterKind:
     def check(value: Sequence[int], name: str, vocab_size: int) -> tuple[int, ...]:
         _check_length(value, max_items, name, "stop ids")
         check_in_vocabulary(value, vocab_size, name)
         return tuple(dict.fromkeys(value))
 
-    return Kind(f"{max_items} ids", TOKEN_IDS.within(maxItems=max_items), check)
+    return ParameterKind(f"{max_items} ids", TOKEN_IDS.within(maxItems=max_items), check)
 
 
-def token_set() -> Kind:
+def token_set() -> ParameterKind:
     """At least one id of the vocabulary: an empty list looks like an absent one in the proto
     field."""
 
@@ -94,10 +94,12 @@ def token_set() -> Kind:
         check_in_vocabulary(value, vocab_size, name)
         return tuple(sorted(set(value)))
 
-    return Kind("1 id or more", FieldKind(TOKEN_IDS.within(minItems=1).schema, read), check)
+    return ParameterKind(
+        "1 id or more", FieldKind(TOKEN_IDS.within(minItems=1).schema, read), check
+    )
 
 
-def token_biases(max_items: int, most: float) -> Kind:
+def token_biases(max_items: int, most: float) -> ParameterKind:
     """Pairs of a token id and a float in [-most, most]."""
     interval = f"[-{most:g}, {most:g}]"
 
@@ -136,7 +138,7 @@ def token_biases(max_items: int, most: float) -> Kind:
         "additionalProperties": {"type": "number", "minimum": -most, "maximum": most},
         "maxProperties": max_items,
     }
-    return Kind(f"id -> {interval}, at most {max_items}", FieldKind(schema, read), check)
+    return ParameterKind(f"id -> {interval}, at most {max_items}", FieldKind(schema, read), check)
 
 
 def check_in_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:

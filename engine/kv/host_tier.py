@@ -96,7 +96,7 @@ class HostMatch(NamedTuple):
 
 
 @dataclass(slots=True)
-class Load:
+class BlockLoad:
     """The copies that one sequence waits for, each with the range of its blocks, in the order of
     the sequence's. Those of the first `num_shared` blocks may have been started for others."""
 
@@ -278,7 +278,7 @@ class HostTier:
         match: HostMatch,
         block_ids: Sequence[int],
         parent: BlockHash | None = None,
-    ) -> Load:
+    ) -> BlockLoad:
         """Wait for the blocks that are coming, and copy those behind them to `block_ids`, which are
         referenced; `hashes` are of both, and continue `parent`."""
         num_shared, num_own = len(match.coming), len(match.host_blocks)
@@ -298,7 +298,7 @@ class HostTier:
             self._reads[self.disk.read(own.hashes, before, spared)] = own
             self._on_their_way.update(own.hashes)
             parts.append((own, 0, len(match.on_disk)))
-        return Load(match.num_blocks, num_shared, parts)
+        return BlockLoad(match.num_blocks, num_shared, parts)
 
     def _open(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> _CopyIn:
         load = _CopyIn(hashes, self._pool.open_fence(block_ids))

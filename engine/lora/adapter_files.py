@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...core.errors import AdapterRefused
 from .adapter_config import LoraConfig, read_lora_config
-from .layout import Layout, Projection
+from .layout import AdapterLayout, Projection
 
 FILE = "adapter_model.safetensors"
 _DTYPES = {"F32", "F16", "BF16"}
@@ -47,14 +47,19 @@ class HostAdapter:
 
 
 def empty_rows(
-    layout: Layout, max_rank: int, dtype: torch.dtype, *, is_pinned: bool = False
+    layout: AdapterLayout, max_rank: int, dtype: torch.dtype, *, is_pinned: bool = False
 ) -> Tensor:
     """Uninitialised host memory for an adapter of any rank: [max rank, row size]."""
     return torch.empty((max_rank, layout.row_size), dtype=dtype, pin_memory=is_pinned)
 
 
 def read_adapter(
-    folder: Path, layout: Layout, max_rank: int, dtype: torch.dtype, *, is_pinned: bool = False
+    folder: Path,
+    layout: AdapterLayout,
+    max_rank: int,
+    dtype: torch.dtype,
+    *,
+    is_pinned: bool = False,
 ) -> HostAdapter:
     """Read this rank's part. Raises AdapterRefused, naming the file, and the field or tensor."""
     path = folder / FILE
@@ -71,7 +76,7 @@ def read_adapter(
 
 
 def _check(
-    path: Path, file: Any, config: LoraConfig, layout: Layout
+    path: Path, file: Any, config: LoraConfig, layout: AdapterLayout
 ) -> Mapping[str, Mapping[str, str]]:
     """Names of tensors by module and half, checked against the model and the configuration."""
     found: dict[str, dict[str, str]] = {}
@@ -105,7 +110,7 @@ def _check(
     return found
 
 
-def _unknown(module: str, layout: Layout) -> str:
+def _unknown(module: str, layout: AdapterLayout) -> str:
     if layout.has_experts and ".mlp." in module:
         return "adapters of experts are not served, those of attention are"
     return f"this model has no {module} that adapters are served for"

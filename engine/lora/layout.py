@@ -19,7 +19,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowPart:
     """Elements [first, first + count) of `full`, stored from position `at` of a row."""
 
     at: int
@@ -32,12 +32,12 @@ class Part:
 class Projection:
     """A projection of the checkpoint: A is [rank, inputs.full], B [outputs.full, rank]."""
 
-    inputs: Part
-    outputs: Part
+    inputs: RowPart
+    outputs: RowPart
 
 
 @dataclass(slots=True)
-class Layout:
+class AdapterLayout:
     """The layout of one rank. `products`: each layer product, and the place of its adapters."""
 
     projections: dict[str, Projection] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Layout:
     layers: LayerRange | None = None  # of this pipeline stage
 
     @classmethod
-    def of(cls, model: Decoder) -> Layout:
+    def of(cls, model: Decoder) -> AdapterLayout:
         layout = cls(layers=model.range)
         for layer in model.layers:
             for linear in layer.linears:
@@ -70,8 +70,8 @@ class Layout:
         outputs_at = at = inputs_at + len(outputs) * num_inputs
         for index, part in enumerate(outputs):
             self.projections[part.name] = Projection(
-                Part(inputs_at + index * num_inputs, first_input, num_inputs, full_inputs),
-                Part(at, part.first, part.count, part.full),
+                RowPart(inputs_at + index * num_inputs, first_input, num_inputs, full_inputs),
+                RowPart(at, part.first, part.count, part.full),
             )
             at += part.count
         self.row_size = at

@@ -19,7 +19,7 @@ from ...core.errors import AdapterRefused
 from ...kernels.lora.lora import NO_SLOT, AddsAdapters, Int32s, TorchAdapters
 from ..model.decoder import Decoder
 from .adapter_files import HostAdapter, empty_rows, read_adapter
-from .layout import Layout
+from .layout import AdapterLayout
 
 
 class RankAdapters:
@@ -34,7 +34,7 @@ class RankAdapters:
         max_rows: int,
     ) -> None:
         """`max_rows`: the most rows of a step."""
-        self._layout, self._max_rank, self._dtype = Layout.of(model), max_rank, dtype
+        self._layout, self._max_rank, self._dtype = AdapterLayout.of(model), max_rank, dtype
         self._device = device = model.device
         shape = (max_loras, max_rank, self._layout.row_size)
         self._bank = torch.zeros(shape, dtype=dtype, device=device)

@@ -29,14 +29,14 @@ class Fields:
     def count(self, name: str, default: int | None = None) -> int:
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.error(f"{name} is {value!r}, not a positive integer")
+            raise self.error(f"{name} is {value!r}, not an integer from 0")
         return value
 
     def counts(self, name: str) -> tuple[int, ...]:
         """A list of integers from 0; empty if absent."""
         value = self.get(name, [])
         if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
-            raise self.error(f"{name} is {value!r}, not a list of integers")
+            raise self.error(f"{name} is {value!r}, not a list of integers from 0")
         return tuple(value)
 
     def number(self, name: str, default: float | None = None) -> float:

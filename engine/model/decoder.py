@@ -21,7 +21,7 @@ from .communicator import Communicator
 from .experts import Experts
 from .layers import MLP, Embedding, GatedLinear, Linear, RMSNorm, RotaryEmbedding, RowLinear
 from .stages import LayerRange
-from .weights.targets import Target
+from .weights.targets import WeightTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Decoder:
     hidden_size: int
     device: torch.device
     dtype: torch.dtype
-    targets: dict[str, Target]
+    targets: dict[str, WeightTarget]
     embed: Embedding = field(init=False)  # first stage; last stage if tied to the LM head
     lm_head: Embedding = field(init=False)  # last stage only
     kept_layers: tuple[int, ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Row
 
 from ...core.request.token_ids import BlockHash
-from ..kv.host_tier import HostMatch, HostTier, Load
+from ..kv.host_tier import BlockLoad, HostMatch, HostTier
 from .sequence import Sequence
 
 _MOST_UNDRAFTED = 1 << 20  # hashes; the oldest are dropped
@@ -49,7 +49,7 @@ class HostPrefixes:
         pays = slots and self._tier.pays(HostMatch([], [], slots), num_before)
         return slots if pays else []
 
-    def load(self, sequence: Sequence, match: HostMatch) -> Load:
+    def load(self, sequence: Sequence, match: HostMatch) -> BlockLoad:
         """Begin to copy the blocks behind its cached ones to its own, which are allocated."""
         first = sequence.num_stored_blocks
         last = first + match.num_blocks

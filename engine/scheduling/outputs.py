@@ -81,7 +81,7 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """How busy the engine is. `free_blocks` includes cached blocks that can be evicted.
 
     `waiting_tokens`: prompt tokens that are not computed, as far as is known; `waiting_by_caller`

@@ -15,7 +15,7 @@ from itertools import chain
 
 from ...core.fair_queue import FairQueue
 from ..kv.block_pool import BlockPool
-from ..kv.host_tier import Load
+from ..kv.host_tier import BlockLoad
 from ..kv.limits import EngineLimits
 from .sequence import Sequence, SequenceGroup, SequenceState
 
@@ -32,7 +32,7 @@ class Queues:
     def __init__(self, limits: EngineLimits, pool: BlockPool) -> None:
         self.waiting, self.coming = RequestQueue(), RequestQueue()
         self.running: list[Sequence] = []  # by arrival
-        self.loading: dict[Sequence, Load] = {}
+        self.loading: dict[Sequence, BlockLoad] = {}
         self.reserved: list[Sequence] = []
         self.held: list[Sequence] = []
         self.in_adapter_room: Collection[Sequence] = ()  # that wait for an adapter's slot

@@ -17,7 +17,7 @@ _FADING = 0.995  # of a sequence's own trials, per step
 
 
 @dataclass(slots=True)
-class Tally:
+class AcceptanceRate:
     """Trials and successes; older ones count less."""
 
     tried: float = 0.0
@@ -54,9 +54,9 @@ class Acceptance:
     """The acceptance rates of one engine, for up to `most` drafts per sequence."""
 
     def __init__(self, most: int) -> None:
-        self._positions = [Tally() for _ in range(most)]
+        self._positions = [AcceptanceRate() for _ in range(most)]
 
-    def observe(self, own: Tally, num_drafts: int, num_accepted: int) -> None:
+    def observe(self, own: AcceptanceRate, num_drafts: int, num_accepted: int) -> None:
         """Record that the first `num_accepted` drafts of a sequence were accepted; drafts after the
         first rejected one are no trials."""
         num_tried = min(num_drafts, num_accepted + 1)
@@ -64,7 +64,9 @@ class Acceptance:
         for position in range(num_tried):
             self._positions[position].observe(1, int(position < num_accepted), _WINDOW)
 
-    def chances(self, owns: Sequence[Tally], num_drafts: Sequence[int]) -> NDArray[np.float64]:
+    def chances(
+        self, owns: Sequence[AcceptanceRate], num_drafts: Sequence[int]
+    ) -> NDArray[np.float64]:
         """[sequences, most]: the probability that a draft and all before it are accepted; 0 where
         there is no draft."""
         rates, prior = [], _PRIOR

@@ -29,7 +29,7 @@ from ..scheduling.outputs import SpeculationCounts
 from ..scheduling.pipeline_share import decodes_of_step
 from ..scheduling.queues import Queues
 from ..scheduling.sequence import Sequence, SequenceState
-from .acceptance import Acceptance, Mean, Tally
+from .acceptance import Acceptance, AcceptanceRate, Mean
 from .lengths import Lengths, best_lengths
 from .proposer import Context, Proposer
 
@@ -60,7 +60,7 @@ class Speculator:
         self._constraints = constraints
         self._eos_token_ids = eos_token_ids
         self._acceptance = Acceptance(most)
-        self._tallies: dict[str, Tally] = {}
+        self._tallies: dict[str, AcceptanceRate] = {}
         self._drafted: list[Sequence] = []
         self._last_shape = StepShape()  # an estimate of the next step's prompts
         self._gain = Mean(_FIRST_GAIN)
@@ -176,7 +176,7 @@ class Speculator:
         sequence.num_launched_tokens = sequence.num_computed_tokens + len(tokens)
         self._num_drafts += 1
         self._num_draft_tokens += len(drafts)
-        own = self._tallies.setdefault(sequence.key, Tally())
+        own = self._tallies.setdefault(sequence.key, AcceptanceRate())
         self._acceptance.observe(own, len(drafts), num_accepted)
         for position, token in enumerate(tokens):
             if sequence.state is SequenceState.ENDED:
@@ -198,7 +198,7 @@ class Speculator:
 
     def _know(self, sequences: Row[Sequence]) -> None:
         """Keep the tallies of these sequences only."""
-        kept = {one.key: self._tallies.get(one.key) or Tally() for one in sequences}
+        kept = {one.key: self._tallies.get(one.key) or AcceptanceRate() for one in sequences}
         for tally in kept.values():
             tally.fade()
         self._tallies = kept

@@ -31,7 +31,7 @@ from ..engines.cluster_view import why_not_ready
 from ..engines.engine_connection import Loaded
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
-from .shared_list import Entry, SharedList, holds
+from .shared_list import AdapterEntry, SharedList, holds
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class AdapterRegistry:
     ) -> None:
         """`modules`: name=path each; `shared`: the list of all gateways. Raises StartupFailed."""
         self._table, self._model, self._shared = table, model, shared
-        self._entries: dict[str, Entry] = {}  # by name, including unloaded ones
+        self._entries: dict[str, AdapterEntry] = {}  # by name, including unloaded ones
         self._modules = dict(_module(text, model) for text in modules)
         self._adapters: dict[str, Adapter] = {}
         self.adapters: Mapping[str, Adapter] = MappingProxyType(self._adapters)  # those served
@@ -100,9 +100,9 @@ class AdapterRegistry:
         entry = self._entries.get(name)
         version = 1 if entry is None else entry.version + 1
         digest, path = ("", "") if adapter is None else (adapter.digest, adapter.path)
-        self._take(Entry(name, version, digest, path))
+        self._take(AdapterEntry(name, version, digest, path))
 
-    def _take(self, entry: Entry) -> None:
+    def _take(self, entry: AdapterEntry) -> None:
         self._entries[entry.name] = entry
         if entry.digest:
             self._adapters[entry.name] = Adapter(entry.name, entry.digest, entry.path)

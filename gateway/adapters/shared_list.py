@@ -35,7 +35,7 @@ return 1
 """
 
 
-class Entry(NamedTuple):
+class AdapterEntry(NamedTuple):
     """An adapter by name. Unloaded: `digest` and `path` are empty."""
 
     name: str
@@ -44,7 +44,7 @@ class Entry(NamedTuple):
     path: str
 
 
-_Message = tuple[str, list[Entry]]
+_Message = tuple[str, list[AdapterEntry]]
 
 
 class SharedList:
@@ -55,10 +55,10 @@ class SharedList:
         of_model = hashlib.blake2b(model.encode(), digest_size=16).hexdigest()
         self._key = f"{redis.prefix}adapters:{of_model}"
 
-    async def exchange(self, mine: Mapping[str, Entry]) -> list[Entry]:
+    async def exchange(self, mine: Mapping[str, AdapterEntry]) -> list[AdapterEntry]:
         """Add the entries of `mine` that the list lacks; return its entries that take precedence
         over these. Does nothing while Redis is away."""
-        held: list[Entry] = []
+        held: list[AdapterEntry] = []
         try:
             for _ in range(_NUM_TRIES):
                 # A foreign value may be huge: the read is bounded.
@@ -85,10 +85,10 @@ class SharedList:
             log.debug("the list of LoRA adapters: %s", error)
         return held
 
-    def _encode(self, entries: Iterable[Entry]) -> bytes:
+    def _encode(self, entries: Iterable[AdapterEntry]) -> bytes:
         return self._redis.secret.seal(msgspec.msgpack.encode((self._model, [*entries])))
 
-    def _decode(self, found: object) -> list[Entry]:
+    def _decode(self, found: object) -> list[AdapterEntry]:
         """The valid entries of a value."""
         if not isinstance(found, bytes) or not (message := self._redis.secret.unseal(found)):
             return []
@@ -99,13 +99,13 @@ class SharedList:
         return [one for one in entries if _is_sound(one)] if model == self._model else []
 
 
-def holds(entry: Entry, mine: Mapping[str, Entry]) -> bool:
+def holds(entry: AdapterEntry, mine: Mapping[str, AdapterEntry]) -> bool:
     """Whether this entry of the list takes precedence over the gateway's own of its name."""
     other = mine.get(entry.name)
     return other is None or (entry != other and entry.version >= other.version)
 
 
-def _is_sound(entry: Entry) -> bool:
+def _is_sound(entry: AdapterEntry) -> bool:
     is_whole = bool(entry.digest) == bool(entry.path)
     is_hex = _DIGEST.match(entry.digest) is not None
     return is_whole and is_hex and 0 < entry.version < _MAX_VERSION

@@ -30,7 +30,7 @@ from ..security.accepted_keys import AcceptedKeys
 from ..security.caller import INFER, METRICS
 from .service import Context, GrpcFront, call_options, send_node_names
 from .unary_methods import abort_calls, check_names
-from .vllm_wire import Answer, request_from_vllm
+from .vllm_wire import SampleMessages, request_from_vllm
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 _TOKENIZER_FILES = (
@@ -59,7 +59,7 @@ class VllmEngineService(GrpcFront, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
         async with self._door.generate(request, caller, **call_options(context)) as generation:
             prompt = generation.record.request.prompt_token_ids
             samples = range(generation.record.request.options.n)
-            answers = [Answer(prompt, wire.stream) for _ in samples]
+            answers = [SampleMessages(prompt, wire.stream) for _ in samples]
             async for chunk in generation.chunks():
                 if chunk.result is not None:
                     send_node_names(context, chunk.result)

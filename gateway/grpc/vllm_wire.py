@@ -84,7 +84,7 @@ def _not_negative(name: str) -> InvalidRequest:
 
 
 @dataclass(slots=True)
-class Answer:
+class SampleMessages:
     """The messages of one sample. `is_stream`: a message for each chunk, else one at the end."""
 
     prompt_token_ids: Sequence[int]

@@ -58,7 +58,7 @@ OPERATIONS: Mapping[str, Operation] = {
         answers.ChatCompletion, chat.BODY, answers.ChatCompletionChunk
     ),
     "/v1/responses": Operation(
-        response_items.ResponseBody, response_input.BODY, response_items.Event
+        response_items.ResponseBody, response_input.BODY, response_items.StreamEvent
     ),
     "/v1/responses/{response_id}": Operation(
         response_items.ResponseBody, statuses=(400, *_READ_ERRORS)
@@ -77,7 +77,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "/v1/models": Operation(answers.ModelList),
     "/v1/models/{model}": Operation(answers.Model),
     "/server_info": Operation(answers.ServerInfo),
-    "/load": Operation(answers.Load),
+    "/load": Operation(answers.ServerLoad),
     "/live": Operation(answers.Status, statuses=(421,)),
     "/ready": Operation(answers.Status, statuses=(421,)),
     "/health": Operation(answers.Status, statuses=(421,)),

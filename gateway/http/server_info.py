@@ -7,7 +7,16 @@ from aiohttp import web
 from ...core.membership import Member
 from ...core.version import version
 from ..engines.cluster_view import why_not_ready
-from .protocol.answers import Load, Model, ModelList, Node, ServerInfo, Status, Version, answer
+from .protocol.answers import (
+    Model,
+    ModelList,
+    Node,
+    ServerInfo,
+    ServerLoad,
+    Status,
+    Version,
+    answer,
+)
 from .protocol.app_state import APP_STATE, CALLER, AppState
 
 ROUTES = web.RouteTableDef()
@@ -103,7 +112,9 @@ async def load(request: web.Request) -> web.Response:
     telemetry = request.app[APP_STATE].telemetry
     found = telemetry.exporter.load()
     return answer(
-        Load(telemetry.window.num_running, found.num_running, found.num_waiting, found.kv_usage)
+        ServerLoad(
+            telemetry.window.num_running, found.num_running, found.num_waiting, found.kv_usage
+        )
     )
 
 

@@ -22,7 +22,7 @@ from ...core.step_cost import StepCost
 from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import MEASURED_ROWS, LinkedEngine
 from ..engines.reported_load import STEP_TOKENS, ReportedLoad
-from .promises import EnginePromise, Mix, Target, choose_num_pure, plan_moves
+from .promises import EnginePromise, Mix, PromiseTarget, choose_num_pure, plan_moves
 
 SPAN_S = 4.0  # over which the load is averaged, at least
 _LONGER_SPANS_S = (16.0, 8.0)  # used where the load of the last SPAN_S is consistent with theirs
@@ -211,7 +211,7 @@ class PromiseDecider:
         movers = [e for e in engines if e.incarnation in names]
         chunk = max((e.load.step_tokens for e in movers), default=0)
         target_s = min(engine.welcome.tbt_target_s for engine in movers)
-        target = Target(target_s, self.ttft_s, chunk or STEP_TOKENS)
+        target = PromiseTarget(target_s, self.ttft_s, chunk or STEP_TOKENS)
         wanted = choose_num_pure(cost, mix, target, len(movable), num_others, now)
         return wanted if self._is_confirmed(engines[0].fingerprint, wanted - now) else now
 

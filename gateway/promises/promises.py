@@ -44,7 +44,7 @@ class Mix:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class PromiseTarget:
     """`tbt_s`: the promise; `ttft_s`: the TTFT target; `chunk`: most prompt tokens of a step."""
 
     tbt_s: float
@@ -61,7 +61,7 @@ class GoodShares:
     decodes   share that has a place: places within the promise, against concurrent decodes
     """
 
-    def __init__(self, cost: StepCost, mix: Mix, target: Target, num_engines: int) -> None:
+    def __init__(self, cost: StepCost, mix: Mix, target: PromiseTarget, num_engines: int) -> None:
         self._cost, self._mix, self._target = cost, mix, target
         self._num_engines = num_engines
         self._decodes_each = decodes_within(cost, mix.context, target.tbt_s)
@@ -129,7 +129,7 @@ class GoodShares:
         return 1 - load * math.exp(-2 * (1 - load) * prompts_per_s * left_s)
 
 
-def _decode_step_s(cost: StepCost, mix: Mix, target: Target, outputs_per_s: float) -> float:
+def _decode_step_s(cost: StepCost, mix: Mix, target: PromiseTarget, outputs_per_s: float) -> float:
     """The duration of an engine's steps of decodes alone, at most the promise: a fixed point, since
     the number of concurrent decodes depends on the duration."""
     seconds = cost.base_s
@@ -143,7 +143,7 @@ def _decode_step_s(cost: StepCost, mix: Mix, target: Target, outputs_per_s: floa
     return seconds
 
 
-def _pure_tokens_per_s(cost: StepCost, mix: Mix, target: Target) -> float:
+def _pure_tokens_per_s(cost: StepCost, mix: Mix, target: PromiseTarget) -> float:
     """Prompt tokens per second of one pure engine: full steps, in which a token attends to half of
     its prompt on average."""
     size = max(1, target.chunk)
@@ -151,7 +151,9 @@ def _pure_tokens_per_s(cost: StepCost, mix: Mix, target: Target) -> float:
     return size / max(cost.seconds(StepShape(num_prompt_tokens=size, pairs=pairs)), 1e-9)
 
 
-def _mixed_tokens_per_s(cost: StepCost, mix: Mix, target: Target, outputs_per_s: float) -> float:
+def _mixed_tokens_per_s(
+    cost: StepCost, mix: Mix, target: PromiseTarget, outputs_per_s: float
+) -> float:
     """Prompt tokens per second of one engine whose steps, with its decodes, last the promise."""
     decodes = outputs_per_s * target.tbt_s
     beside = StepShape(num_decodes=math.ceil(decodes), keys=int(decodes * mix.context))
@@ -163,7 +165,7 @@ def _mixed_tokens_per_s(cost: StepCost, mix: Mix, target: Target, outputs_per_s:
 
 
 def choose_num_pure(
-    cost: StepCost, mix: Mix, target: Target, num_movable: int, num_others: int, now: int
+    cost: StepCost, mix: Mix, target: PromiseTarget, num_movable: int, num_others: int, now: int
 ) -> int:
     """How many of `num_movable` engines should promise nothing; `now` is the current number.
     `num_others` always promise and decode: without any, all promise.

@@ -19,9 +19,9 @@ from itertools import repeat
 from ...core.errors import BatonError, EngineFailed
 from ...core.ports import Entropy
 from ...core.request.request import FinishReason, Ticket
-from .answer import Answer
 from .engine_link import EngineOutput, Route
 from .output_chunk import OutputToken
+from .session_output import SessionOutput
 
 _DOUBT_S = 0.25
 
@@ -40,7 +40,7 @@ class Attempt:
     `holders`: the engines that may still hold something of it, by incarnation.
     """
 
-    def __init__(self, number: int, route: Route, answer: Answer) -> None:
+    def __init__(self, number: int, route: Route, answer: SessionOutput) -> None:
         self.number = number
         self.began_s = answer.clock.monotonic_s()
         self.route = route

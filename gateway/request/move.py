@@ -21,10 +21,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ...core.errors import BatonError, EngineFailed, HandoffFailed, PromiseRefused
-from .answer import Answer
 from .attempt import Attempt
 from .engine_link import EngineOutput, Route
 from .output_chunk import OutputToken
+from .session_output import SessionOutput
 
 MOVE_EVERY_S = 5.0  # between two moves of a request; doubles with each move that failed
 LIMIT_S = 2.0  # of a round, until the new engine has sent a token that is not too late
@@ -56,7 +56,7 @@ class Move:
 class MovingSession(Protocol):
     """What moves need of their session."""
 
-    answer: Answer
+    answer: SessionOutput
     attempt: Attempt | None
 
     def dispatch_beside(self, route: Route) -> Attempt:

@@ -31,11 +31,11 @@ from ...core.errors import (
 from ...core.ports import Entropy
 from ...core.request.request import FinishReason
 from ...core.request.timeline import Event
-from .answer import Answer
 from .attempt import Attempt
 from .engine_link import Avoid, Blocked, Demand, EngineOutput, MustWait, Route, Router
 from .move import Moves
 from .output_chunk import OutputChunk, OutputToken
+from .session_output import SessionOutput
 from .setbacks import SessionLimits, Setbacks, setbacks_of
 from .suspects import Suspects
 
@@ -58,7 +58,7 @@ class Session:
 
     def __init__(
         self,
-        answer: Answer,
+        answer: SessionOutput,
         router: Router,
         entropy: Entropy,
         limits: SessionLimits,

@@ -19,12 +19,12 @@ from ...core.ports import Clock, Entropy
 from ..text.no_tokenizer import NoTokenizer
 from ..text.tokenizer import Tokenizer
 from ..validation.validation import ValidatedRequest
-from .answer import Answer
 from .best_of import best_of
 from .dispatch_queue import DispatchQueue
 from .engine_link import EngineOutput, PlainToken
 from .output_chunk import ChunkSink
 from .session import Session
+from .session_output import SessionOutput
 from .setbacks import engine_lost
 
 log = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ def sessions_of(
 
     def session(sample_index: int, siblings: Sequence[Session] = ()) -> Session:
         text = tokenizer.detokenizer(request.prompt_token_ids, skips_special_tokens=skips)
-        answer = Answer(
+        answer = SessionOutput(
             entropy.new_id(), request, text.step, sink, clock, arrived_unix_ns, sample_index
         )
         return Session(answer, entropy=entropy, siblings=siblings, **for_all)

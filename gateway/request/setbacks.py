@@ -24,11 +24,11 @@ from ...core.errors import (
 )
 from ...core.ports import Clock
 from ...core.request.request import FinishReason
-from .answer import Answer
 from .attempt import Attempt
 from .engine_link import Avoid, Blocked, EngineLink
 from .move import Moves, MovingSession
 from .output_chunk import OutputChunk, UnfinishedRun
+from .session_output import SessionOutput
 from .suspects import LATE_S, Suspects, Suspicion
 
 
@@ -332,7 +332,7 @@ class Setbacks:
             self._leave_out(running.pair[side], running.pair)
 
 
-def _has_first_token(attempt: Attempt, answer: Answer) -> bool:
+def _has_first_token(attempt: Attempt, answer: SessionOutput) -> bool:
     """Whether the prefill engine has sent all that is due from it."""
     if answer.request.sampling.use_beam_search:
         return attempt.is_handed_over and not answer.lacks_scores

@@ -12,7 +12,7 @@ _ALIGNED = 16  # bytes, of a row's start
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
+class StreamTiling:
     """Tiling of a product: outputs of a program, and its pipeline stages."""
 
     outputs: int  # per program; a gated product loads twice as many rows of the weight
@@ -25,26 +25,26 @@ class Stages:
 # The fastest on an H200, by room for rows and use of the product: pairs of the least number of
 # outputs of the weight and its stages, in descending order. None, or fewer outputs than in every
 # pair: cuBLAS. Summands may use split-K; without stages here they are computed like products.
-_FASTEST: dict[tuple[int, str], tuple[tuple[int, Stages | None], ...]] = {
+_FASTEST: dict[tuple[int, str], tuple[tuple[int, StreamTiling | None], ...]] = {
     (64, "product"): (
-        (12_288, Stages(128, 128, 4, 3)),
-        (6144, Stages(64, 128, 6, 4)),
-        (2304, Stages(32, 128, 9, 3)),
+        (12_288, StreamTiling(128, 128, 4, 3)),
+        (6144, StreamTiling(64, 128, 6, 4)),
+        (2304, StreamTiling(32, 128, 9, 3)),
     ),
     (64, "summand"): (),
-    (64, "gated"): ((12_288, Stages(64, 128, 4, 2)),),
+    (64, "gated"): ((12_288, StreamTiling(64, 128, 4, 2)),),
     (128, "product"): (),
-    (128, "summand"): ((4353, None), (3072, Stages(64, 64, 9, 5, shares=2))),
+    (128, "summand"): ((4353, None), (3072, StreamTiling(64, 64, 9, 5, shares=2))),
     (128, "gated"): (
-        (24_576, Stages(128, 64, 4, 3)),
-        (12_288, Stages(64, 64, 7, 4)),
+        (24_576, StreamTiling(128, 64, 4, 3)),
+        (12_288, StreamTiling(64, 64, 7, 4)),
     ),
 }
 
 
 def choose_stages(
     x: Tensor, weight: Tensor, *, is_gated: bool, is_summand: bool = False
-) -> Stages | None:
+) -> StreamTiling | None:
     """The fastest stages on an H200; None where cuBLAS is faster. Only a summand may use split-K:
     the norm that adds it to the residual stream also sums the shares."""
     if not LEAST_ROWS <= len(x) <= MOST_ROWS or x.itemsize != 2:
@@ -58,5 +58,5 @@ def choose_stages(
     return of_summand or _look_up(room, "product", num_outputs)
 
 
-def _look_up(room: int, kind: str, num_outputs: int) -> Stages | None:
+def _look_up(room: int, kind: str, num_outputs: int) -> StreamTiling | None:
     return next((stages for least, stages in _FASTEST[room, kind] if num_outputs >= least), None)

@@ -40,7 +40,7 @@ from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..launched import cdiv, launched
 from ..peer_reduce_triton import Exchange, slot_at, state_of
 from ..row_room import empty_rows, room_of
-from .streamed_product import Stages
+from .streamed_product import StreamTiling
 
 _WARP_ROWS = gl.constexpr(16)  # of a warp; four warps are a warp group
 _PRODUCER_REGISTERS = gl.constexpr(24)
@@ -48,7 +48,7 @@ _ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # ol
 
 
 def streamed_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stages: Stages, *, is_gated: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, stages: StreamTiling, *, is_gated: bool = False
 ) -> Tensor:
     """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs], 16-bit floats.
 
@@ -62,7 +62,9 @@ def streamed_product(
     return out
 
 
-def streamed_summands(x: Tensor, weight: Tensor, bias: Tensor | None, stages: Stages) -> Tensor:
+def streamed_summands(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stages: StreamTiling
+) -> Tensor:
     """The partial product of each split-K share: [rows, shares, outputs]."""
     shape = (len(x), stages.shares, len(weight))
     out = torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -74,7 +76,7 @@ def send_streamed_product(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stages: Stages,
+    stages: StreamTiling,
     exchange: Exchange,
     *,
     in_parts: bool,
@@ -90,7 +92,7 @@ def _launch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stages: Stages,
+    stages: StreamTiling,
     out: Tensor,
     num_outputs: int,
     *,
@@ -125,7 +127,7 @@ def _launch(
     )
 
 
-def cost(stages: Stages, rows: int, *, is_gated: bool) -> dict[str, int]:
+def cost(stages: StreamTiling, rows: int, *, is_gated: bool) -> dict[str, int]:
     """Warps that multiply, and registers per thread on average, including the producer's, which
     Triton rounds up to four warps. Few registers let the next kernel's programs start early."""
     warps = rows // _WARP_ROWS.value

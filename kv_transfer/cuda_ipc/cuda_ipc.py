@@ -18,7 +18,7 @@ from ...engine.kv.kv_memory import CudaKvMemory
 from ..export.pool_address import CudaMemory, received
 from ..window.block_pieces import BlockCut, BlockPiece
 from ..window.network_address import RemotePool
-from .cuda_ipc_copy import CopyMethod, EngineCopy, KernelCopy, StagedCopy
+from .cuda_ipc_copy import CopyMethod, DmaCopy, KernelCopy, StagedCopy
 from .cuda_ipc_memory import find_gpu, map_memory, require_peer_access
 from .cuda_window import CudaWindow
 
@@ -65,11 +65,11 @@ class CudaIpcTransport(_MappingTransport):
     ) -> list[CopyMethod]:
         device = self._kv.tensor.device
         require_peer_access(memory.gpu_uuid, device)
-        methods: list[type[KernelCopy | EngineCopy]] = [KernelCopy]
+        methods: list[type[KernelCopy | DmaCopy]] = [KernelCopy]
         cut = BlockCut.of(piece, self._kv.block_bytes)
-        is_worth_it = cut.width >= _LEAST_ENGINE_BYTES or self._method == EngineCopy.name
+        is_worth_it = cut.width >= _LEAST_ENGINE_BYTES or self._method == DmaCopy.name
         if is_worth_it and has_batches():
-            methods.append(EngineCopy)
+            methods.append(DmaCopy)
         wanted = [method for method in methods if self._method in (None, method.name)]
         if not wanted:
             raise HandoffFailed(f"this CUDA runtime has no {self._method} for block copies")

@@ -87,7 +87,7 @@ class KernelCopy:
             )
 
 
-class EngineCopy:
+class DmaCopy:
     """The copy engines copy runs of blocks, all submitted in one call."""
 
     name = "copy-engine"
@@ -151,7 +151,7 @@ def choose(names: Sequence[str], gbytes_per_s: Sequence[float]) -> int:
     """The index of the method to use: the copy engines, unless another is clearly faster."""
     best = max(gbytes_per_s)
     for index, (name, rate) in enumerate(zip(names, gbytes_per_s, strict=True)):
-        if name == EngineCopy.name and best < rate * _KERNEL_MUST_BE_FASTER_BY:
+        if name == DmaCopy.name and best < rate * _KERNEL_MUST_BE_FASTER_BY:
             return index
     return gbytes_per_s.index(best)
 

@@ -74,7 +74,7 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ChunkReady:
     """The KV of the first `num_tokens` tokens is complete on the device, and nothing writes to its
     blocks any more, once `step` steps have completed (0: already).
 
@@ -275,7 +275,7 @@ class DropReservation:
 
 PeerEvent: TypeAlias = PeerLinked | PeerLost | PeerMessage | Tick
 
-OfferEvent: TypeAlias = Offered | Chunk | Withdrawn
+OfferEvent: TypeAlias = Offered | ChunkReady | Withdrawn
 SourceEvent: TypeAlias = PeerEvent | OfferEvent
 SourceEffect: TypeAlias = Send | ReleaseBlocks | PinPrefix
 

@@ -25,7 +25,7 @@ from ...core.errors import (
 from ...core.ports import Clock
 from ...core.request.request import Ticket
 from ..window.network_address import PoolAccess
-from .events import Chunk, Offered, OfferEvent, PinPrefix, ReleaseBlocks, Withdrawn
+from .events import ChunkReady, Offered, OfferEvent, PinPrefix, ReleaseBlocks, Withdrawn
 from .handoff_side import HandoffSide
 from .messages import Attach, Hello, Manifest, Message, Release, Renew, Revoked
 from .pairing import Pair
@@ -67,7 +67,7 @@ class SourceTransfer:
     is_attached: bool = False  # manifests may be sent
     sees_steps: bool = False  # ... also of chunks whose step was only launched
     expires_s: float = math.inf  # inf: COMPUTING
-    unsent: deque[Chunk] = field(default_factory=deque)
+    unsent: deque[ChunkReady] = field(default_factory=deque)
     num_sent: int = 0  # manifests
     num_blocks: int = 0  # that the engine has announced so far
     num_tokens: int = 0  # computed so far
@@ -100,7 +100,7 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
         match event:
             case Offered():
                 self._on_offered(event)
-            case Chunk():
+            case ChunkReady():
                 self._on_chunk(event)
             case Withdrawn(transfer_id, error):
                 if (transfer := self.transfers.get(transfer_id)) is not None:
@@ -135,7 +135,7 @@ class Source(HandoffSide[SourceTransfer, OfferEvent, ReleaseBlocks | PinPrefix])
             return HandoffFailed("the ticket is in use by another request")
         return self.tombstones.get(offer.ticket.transfer_id)
 
-    def _on_chunk(self, chunk: Chunk) -> None:
+    def _on_chunk(self, chunk: ChunkReady) -> None:
         transfer = self.transfers.get(chunk.transfer_id)
         if transfer is None or transfer.offer is None:
             return  # the transfer ended while the chunk was computed

@@ -11,7 +11,7 @@ from typing import Any
 from ...core.channels.addresses import engine_addresses_of, host_id
 from ...core.channels.admission import GATEWAY, LOST_S, PULLER
 from ...core.channels.channel import Channel
-from ...core.channels.channel_listener import Admission, ChannelListener
+from ...core.channels.channel_listener import AcceptPolicy, ChannelListener
 from ...core.channels.engine_tls import EngineTls, wait_for_pumps
 from ...core.channels.handshake import Opening
 from ...core.config import NodeConfig
@@ -55,7 +55,7 @@ class EngineLinks:
         self.dialer = SourceDialer(welcome, keys.dialing, secure, inbox.put)
         silence_s = max(LOST_S, _HEARTBEATS_MISSED * node.heartbeat_s)
         self.channels = EngineChannels(inbox, welcome, silence_s)
-        admission = Admission(keys.accepted, (GATEWAY, PULLER), self._check)
+        admission = AcceptPolicy(keys.accepted, (GATEWAY, PULLER), self._check)
         self._listener = _listen(welcome.incarnation, node, admission, tls)
 
     def ready(self, welcome: node_pb2.Welcome) -> engine_pb2.Ready:
@@ -98,7 +98,7 @@ class EngineLinks:
 
 
 def _listen(
-    incarnation: str, node: NodeConfig, admission: Admission, tls: EngineTls | None
+    incarnation: str, node: NodeConfig, policy: AcceptPolicy, tls: EngineTls | None
 ) -> ChannelListener:
     """Listen at the engine's port, or at a free one if it is taken: the directory contains it.
 
@@ -108,7 +108,7 @@ def _listen(
         ChannelListener,
         *(incarnation, node.host),
         addresses=partial(engine_addresses_of, node),
-        admission=admission,
+        policy=policy,
         secure=None if tls is None else tls.accept(),
     )
     try:

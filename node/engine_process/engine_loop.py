@@ -217,13 +217,15 @@ class EngineLoop:
                 log.warning("a gateway sent %s", body)
 
     def _handle_failure(self, item: Item, error: Exception) -> None:
-        """Fail the request that caused `error`, or end the link with the peer that did."""
+        """Fail the request that caused `error`, or end the link with the engine that did."""
         public = error if isinstance(error, BatonError) else BatonError("internal error")
         if (key := _key_of(item)) is not None:
             log.error("request %s failed", key, exc_info=error)
             self._role.end(key, public)
         elif isinstance(item, Received):
-            log.error("message from peer %s failed", item.link.name, exc_info=error)
+            log.error("message from %s failed", item.link, exc_info=error)
+            if item.link.kind is Kind.GATEWAY:  # an order: its requests go on
+                return
             self._channels.refuse(item.link, public)
             self._end(item.link, public)
         else:
@@ -237,6 +239,6 @@ def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:
 
 def _key_of(item: Item) -> str | None:
     message: object = getattr(item, "message", None)
-    if isinstance(message, node_pb2.GatewayMessage):
-        message = message.dispatch if message.HasField("dispatch") else message.cancel
+    if isinstance(message, node_pb2.GatewayMessage) and (body := message.WhichOneof("body")):
+        message = getattr(message, body)
     return _key(message) if isinstance(message, node_pb2.Dispatch | node_pb2.Cancel) else None

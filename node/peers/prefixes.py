@@ -24,7 +24,7 @@ from ...engine.engine import Engine
 from ...engine.kv.block_pool import Fence, Reservation
 from ...engine.kv.lent_prefixes import BorrowedPrefix
 from ...kv_transfer.protocol.events import (
-    Chunk,
+    ChunkReady,
     Complete,
     DropReservation,
     Failed,
@@ -93,7 +93,7 @@ class Prefixes:
         self.loans[transfer_id], refs = lent
         num_tokens = len(refs) * self._engine.limits.block_size
         state = HandoffState(first_undrafted=self._engine.prefixes.first_undrafted(refs))
-        chunk = Chunk(transfer_id, refs, num_tokens, state)
+        chunk = ChunkReady(transfer_id, refs, num_tokens, state)
         return Offered(ticket, LOAN_KEY, deadline_s=math.inf), chunk
 
     def take_back(self, transfer_id: str) -> None:

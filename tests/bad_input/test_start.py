@@ -21,7 +21,7 @@ from baton.core.engine_config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.engine.model.model_config import read_model_config
 from baton.engine.model.weights.checkpoint import load_weights
-from baton.engine.model.weights.targets import Target
+from baton.engine.model.weights.targets import WeightTarget
 from baton.engine.model.weights.weight_files import weight_files
 from baton.gateway.validation.served_model import ServedModel
 from baton.node.supervisor.supervisor import _node_of_engine
@@ -125,8 +125,8 @@ class _Bomb:
         return (Path.touch, (self._mark,))
 
 
-def _target() -> dict[str, Target]:
-    return {"w": Target(torch.empty(2, 2))}
+def _target() -> dict[str, WeightTarget]:
+    return {"w": WeightTarget(torch.empty(2, 2))}
 
 
 def _safetensors(header: bytes, data: bytes = b"\0" * 16, length: int | None = None) -> bytes:

@@ -174,6 +174,18 @@ def test_no_folder_is_full() -> None:
     assert not full, f"more than {MAX_FILES}: some go into a folder of their own"
 
 
+def test_no_two_classes_share_a_name() -> None:
+    """Private classes apart, and `SamplingParams`, which is vLLM's name in `offline`."""
+    names = Counter(
+        node.name
+        for path in product_files()
+        if "proto" not in path.parts  # generated
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, number in names.items() if number > 1] == ["SamplingParams"]
+
+
 def test_package_list_is_complete() -> None:
     declared = set(
         tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]

@@ -15,7 +15,7 @@ from ....kernels.experts.experts import LayerLoads, Mixture
 from ..experts import Experts, SharedExpert
 from ..model_config import ExpertsConfig
 from ..weights.placement import Placement
-from ..weights.targets import Cut
+from ..weights.targets import TensorCut
 from .layers import make_float_weight, make_mlp
 
 _MERGED_PART = "mlp"
@@ -94,7 +94,7 @@ def _name_published(
 ) -> None:
     """Register three matrices for each expert."""
     inner, first, full = share.inner, share.first_inner, config.intermediate_size
-    rows, columns = Cut(0, first, full), Cut(1, first, full)
+    rows, columns = TensorCut(0, first, full), TensorCut(1, first, full)
     for expert, of_expert in enumerate(zip(*names, strict=True)):
         local = expert - share.first
         is_mine = 0 <= local < share.count
@@ -104,7 +104,7 @@ def _name_published(
         for name, (weight, cut, start) in zip(of_expert, parts, strict=True):
             num_rows = inner if weight is gate_up else len(down)
             if not is_mine:  # on another rank: nothing is read
-                cut, start, num_rows = Cut(0, 0, num_rows), 0, 0
+                cut, start, num_rows = TensorCut(0, 0, num_rows), 0, 0
             target = placement.target(name, weight, cut, start, num_rows)
             placement.targets[f"{name}.weight"] = target
 
@@ -119,9 +119,9 @@ def _name_merged(
 ) -> None:
     """Register two tensors for all experts."""
     first, full = share.first_inner, config.intermediate_size
-    gate_up_cut, down_cut = Cut(1, first, 2 * full, pieces=2), Cut(2, first, full)
+    gate_up_cut, down_cut = TensorCut(1, first, 2 * full, pieces=2), TensorCut(2, first, full)
     if share.count < config.num_experts:
-        gate_up_cut = down_cut = Cut(0, share.first, config.num_experts)
+        gate_up_cut = down_cut = TensorCut(0, share.first, config.num_experts)
     for name, of_experts, weights, cut in (
         (_MERGED_GATE_UP, names[0], mixture.gate_up, gate_up_cut),
         (_MERGED_DOWN, names[2], mixture.down, down_cut),

@@ -14,7 +14,7 @@ from ..communicator import Communicator
 from ..layers import MLP, Embedding, GatedLinear, LinearBase, RMSNorm, RowLinear
 from ..sharding import Outputs
 from ..weights.placement import Placement
-from ..weights.targets import Cut, Target
+from ..weights.targets import TensorCut, WeightTarget
 
 L = TypeVar("L", bound=LinearBase)
 
@@ -47,12 +47,12 @@ def make_linear(
     bias = placement.vector(num_outputs) if has_bias else None
     first = 0
     for part in outputs:
-        cut = Cut(0, part.first, part.full)
-        of_weight = cut if size == 1 else Cut(1, rank * width, num_inputs)
+        cut = TensorCut(0, part.first, part.full)
+        of_weight = cut if size == 1 else TensorCut(1, rank * width, num_inputs)
         target = placement.target(part.name, weight, of_weight, first, part.count)
         placement.targets[f"{part.name}.weight"] = target
         if bias is not None:
-            of_bias = Target(bias[first : first + part.count], cut)
+            of_bias = WeightTarget(bias[first : first + part.count], cut)
             placement.targets[f"{part.name}.bias"] = of_bias
         first += part.count
     added_bias = None if rank else bias  # the ranks' summands add up: only one has the bias
@@ -65,7 +65,7 @@ def make_float_weight(name: str, num_outputs: int, num_inputs: int, placement: P
     floats = replace(placement, stays_quantised=False)
     weight = floats.weight([name], num_outputs, num_inputs)
     assert isinstance(weight, Tensor)
-    target = floats.target(name, weight, Cut(0, 0, num_outputs), 0, num_outputs)
+    target = floats.target(name, weight, TensorCut(0, 0, num_outputs), 0, num_outputs)
     placement.targets[f"{name}.weight"] = target
     return weight
 
@@ -84,7 +84,7 @@ def make_mlp(
 
 def make_norm(name: str, size: int, eps: float, placement: Placement) -> RMSNorm:
     weight = placement.vector(size)
-    placement.targets[f"{name}.weight"] = Target(weight)
+    placement.targets[f"{name}.weight"] = WeightTarget(weight)
     return RMSNorm(weight, eps, placement.ops)
 
 
@@ -98,10 +98,10 @@ def make_embedding(
     num_ids = min(num_rows, vocab_size - first)
     weight = placement.matrix(num_rows, size)
     weight[num_ids:] = 0  # padding must not be NaN
-    cut = Cut(0, first, vocab_size)
+    cut = TensorCut(0, first, vocab_size)
     if is_head:
         target = placement.target(name, weight, cut, 0, num_ids)
     else:
-        target = Target(weight[:num_ids], cut)
+        target = WeightTarget(weight[:num_ids], cut)
     placement.targets[f"{name}.weight"] = target
     return Embedding(weight, first, num_ids, vocab_size, placement.ops, communicator)

@@ -22,7 +22,7 @@ from ....kernels.products.weights import BLOCK
 from ..quantization import BLOCK_SCALED, ROW_SCALED
 from .filling import LoadProgress, OnProgress, fill, unpack
 from .int4_files import Read, check_scale, checks_of, module_of
-from .targets import Target
+from .targets import WeightTarget
 from .weight_files import weight_files
 
 # Old checkpoints contain these tensors, which follow from config.json.
@@ -36,7 +36,7 @@ _NOT_OF_ONE_MODEL = (
 
 def load_weights(
     model_dir: Path,
-    targets: Mapping[str, Target],
+    targets: Mapping[str, WeightTarget],
     *,
     ignored: frozenset[str] = frozenset(),
     on_progress: OnProgress | None = None,
@@ -65,7 +65,7 @@ def load_weights(
                 progress.add(target)
 
 
-def _first_tensor(name: str, target: Target) -> str:
+def _first_tensor(name: str, target: WeightTarget) -> str:
     if target.int4 is None or target.int4.layout_name is None:
         return name
     return module_of(name) + target.int4.layout.numbers.suffix
@@ -84,7 +84,7 @@ def _reader(file: Any, path: Path, locations: Mapping[str, Path], device: torch.
 
 
 def check_weights(
-    model_dir: Path, targets: Mapping[str, Target], *, ignored: frozenset[str] = frozenset()
+    model_dir: Path, targets: Mapping[str, WeightTarget], *, ignored: frozenset[str] = frozenset()
 ) -> dict[str, Tensor]:
     """Check that the checkpoint can fill the targets, which may be on the device `meta`.
 
@@ -173,7 +173,7 @@ def _tensor_names(path: Path) -> list[str]:
         return list(file.keys())
 
 
-def _check(path: Path, file: Any, name: str, target: Target) -> None:
+def _check(path: Path, file: Any, name: str, target: WeightTarget) -> None:
     source = file.get_slice(name)
     shape, dtype = tuple(source.get_shape()), source.get_dtype()
     if shape != target.full_shape:

@@ -11,11 +11,11 @@ import torch
 from ....kernels.products.weights import quantise_blocks, quantise_rows
 from ..quantization import BLOCK_SCALED, ROW_SCALED
 from .filling import LoadProgress, OnProgress, fill_groups, store
-from .targets import Target
+from .targets import WeightTarget
 
 
 def fill_dummy_weights(
-    targets: Mapping[str, Target],
+    targets: Mapping[str, WeightTarget],
     *,
     std: float,
     seed: int,

@@ -18,7 +18,7 @@ from ....kernels.products.weights import BLOCK, quantise_rows, spread
 from ..quantization import BLOCK_SCALED, ROW_SCALED
 from .int4_files import Read, module_of, read_int4
 from .int4_layout import Int4
-from .targets import Cut, Quantised, Target
+from .targets import Quantised, TensorCut, WeightTarget
 
 OnProgress = Callable[[int, int], None]  # bytes loaded and bytes in total, as in the model's memory
 _NUMBERS_AT_ONCE = 1 << 20  # quantised or dequantised, each taking several times 4 bytes
@@ -27,18 +27,18 @@ _NUMBERS_AT_ONCE = 1 << 20  # quantised or dequantised, each taking several time
 class LoadProgress:
     """Counts loaded targets and reports each."""
 
-    def __init__(self, targets: Mapping[str, Target], on_progress: OnProgress | None) -> None:
+    def __init__(self, targets: Mapping[str, WeightTarget], on_progress: OnProgress | None) -> None:
         self._total_bytes = sum(target.nbytes for target in targets.values())
         self._num_bytes = 0
         self._on_progress = on_progress
 
-    def add(self, target: Target) -> None:
+    def add(self, target: WeightTarget) -> None:
         self._num_bytes += target.nbytes
         if self._on_progress is not None:
             self._on_progress(self._num_bytes, self._total_bytes)
 
 
-def fill(file: Any, name: str, target: Target, scales: Mapping[str, Tensor]) -> None:
+def fill(file: Any, name: str, target: WeightTarget, scales: Mapping[str, Tensor]) -> None:
     """Fill a target that is one tensor in the file, with scales or without."""
     if not target.tensor.numel():
         return
@@ -62,7 +62,7 @@ def fill(file: Any, name: str, target: Target, scales: Mapping[str, Tensor]) -> 
         store(target, quantised, read, scale, quantised.scaling)
 
 
-def _quantise(target: Target, quantised: Quantised, floats: Tensor) -> None:
+def _quantise(target: WeightTarget, quantised: Quantised, floats: Tensor) -> None:
     """Fill the target from `floats` [outputs, inputs]: all inputs of its outputs."""
     if quantised.int4 is not None:
         fill_groups(target, quantised.int4, floats)
@@ -72,10 +72,10 @@ def _quantise(target: Target, quantised: Quantised, floats: Tensor) -> None:
         data, scale = quantise_rows(floats[rows])
         part = None if quantised.scale is None else quantised.scale[rows]
         chunk = Quantised(ROW_SCALED, None, part)
-        store(Target(target.floats[rows]), chunk, data[:, columns], scale, ROW_SCALED)
+        store(WeightTarget(target.floats[rows]), chunk, data[:, columns], scale, ROW_SCALED)
 
 
-def fill_groups(target: Target, int4: Int4, floats: Tensor) -> None:
+def fill_groups(target: WeightTarget, int4: Int4, floats: Tensor) -> None:
     """Quantise `floats` to four bits, as `_quantise`, and fill the target."""
     columns, size = target.wanted[1], int4.group_size or floats.shape[1]
     for rows in _rows_at_once(len(floats), floats.shape[1]):
@@ -88,7 +88,7 @@ def fill_groups(target: Target, int4: Int4, floats: Tensor) -> None:
             target.floats[rows].copy_(dequantise(numbers, scale, zero, size)[:, columns])
 
 
-def unpack(name: str, target: Target, int4: Int4, read: Read) -> None:
+def unpack(name: str, target: WeightTarget, int4: Int4, read: Read) -> None:
     """Fill a target from a checkpoint's int4 weight."""
     if not target.tensor.numel():
         return
@@ -108,12 +108,12 @@ def _rows_at_once(num_rows: int, width: int) -> Iterator[slice]:
         yield slice(first, min(first + step, num_rows))
 
 
-def _quantise_experts(target: Target, quantised: Quantised, source: Any) -> None:
+def _quantise_experts(target: WeightTarget, quantised: Quantised, source: Any) -> None:
     """Quantise `source` [experts, outputs, inputs], floats, expert by expert."""
     stacked, (count, _, _) = target.tensor, target.tensor.shape
-    cut = target.cut or Cut(0, 0, count)
+    cut = target.cut or TensorCut(0, 0, count)
     first = cut.start if cut.dim == 0 else 0
-    columns = Cut(1, cut.start, cut.full) if cut.dim == 2 else None
+    columns = TensorCut(1, cut.start, cut.full) if cut.dim == 2 else None
     for expert in range(count):
         tensor = stacked.of(expert) if isinstance(stacked, Int4Experts) else target.floats[expert]
         floats = source[first + expert : first + expert + 1][0]
@@ -123,10 +123,12 @@ def _quantise_experts(target: Target, quantised: Quantised, source: Any) -> None
             floats = torch.cat([floats[start : start + rows] for start in starts])
         scale = None if quantised.scale is None else quantised.scale[expert]
         each = Quantised(quantised.scaling, None, scale, quantised.int4)
-        _quantise(Target(tensor, columns), each, floats)
+        _quantise(WeightTarget(tensor, columns), each, floats)
 
 
-def store(target: Target, quantised: Quantised, data: Tensor, scale: Tensor, scaling: str) -> None:
+def store(
+    target: WeightTarget, quantised: Quantised, data: Tensor, scale: Tensor, scaling: str
+) -> None:
     """Fill the target with `data` [outputs, inputs], e4m3, its part of a weight with `scale`."""
     (num_rows, width), (of_target, columns) = data.shape, target.wanted
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....core.errors import StartupFailed
 from .int4_layout import NUMBERS_OF_WORD, Int4, Piece
-from .targets import Target
+from .targets import WeightTarget
 
 _BITS = 4
 _ZERO = 8
@@ -28,7 +28,7 @@ def module_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def checks_of(targets: Mapping[str, Target], names: Iterable[str]) -> dict[str, Check]:
+def checks_of(targets: Mapping[str, WeightTarget], names: Iterable[str]) -> dict[str, Check]:
     """The checks of the tensors that int4 targets are read from, by tensor name.
 
     `names`: all tensors of the checkpoint. Raises StartupFailed for sizes that cannot be packed.
@@ -42,7 +42,7 @@ def checks_of(targets: Mapping[str, Target], names: Iterable[str]) -> dict[str, 
     return found
 
 
-def _int4_of(target: Target) -> Int4 | None:
+def _int4_of(target: WeightTarget) -> Int4 | None:
     """The quantisation of a target that is read from int4 weights, else None."""
     quantised = target.quantised
     return quantised.int4 if quantised is not None and quantised.scale_name else None

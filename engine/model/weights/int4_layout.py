@@ -48,7 +48,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Int4Layout:
     """The tensors of a projection in the checkpoints of one format."""
 
     numbers: Piece
@@ -66,19 +66,19 @@ class Layout:
 
 
 LAYOUTS = {
-    "gptq": Layout(
+    "gptq": Int4Layout(
         Piece(".qweight", NUMBERS_OF_WORD, 1),
         Piece(".qzeros", _GROUP, NUMBERS_OF_WORD),
         Piece(".scales", _GROUP, 1),
         order=".g_idx",
         has_spare_biases=True,
     ),
-    "awq": Layout(
+    "awq": Int4Layout(
         Piece(".qweight", 1, NUMBERS_OF_WORD, order=_AWQ_ORDER),
         Piece(".qzeros", _GROUP, NUMBERS_OF_WORD, order=_AWQ_ORDER),
         Piece(".scales", _GROUP, 1),
     ),
-    "compressed": Layout(
+    "compressed": Int4Layout(
         Piece(".weight_packed", NUMBERS_OF_WORD, 1, has_outputs_first=True),
         Piece(".weight_zero_point", _GROUP, NUMBERS_OF_WORD, has_outputs_first=True),
         Piece(".weight_scale", _GROUP, 1, has_outputs_first=True),
@@ -99,7 +99,7 @@ class Int4:
     is_ordered: bool = False  # groups of inputs in any order: the checkpoint must have `order`
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Int4Layout:
         assert self.layout_name is not None
         return LAYOUTS[self.layout_name]
 

@@ -15,7 +15,7 @@ from ....kernels.products.int4_weights import CHUNK, Int4Weight
 from ....kernels.products.weights import BLOCK, FP8, BlockScaled, RowScaled, Weight
 from ..communicator import Communicator, LayerOps
 from ..quantization import BLOCK_SCALED, GROUP_SCALED, Quantization, experts_stay_packed
-from .targets import Cut, Quantised, Target
+from .targets import Quantised, TensorCut, WeightTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Placement:
     layers_in_front: int = 0  # layers of another model in the pool
     pool_kv_heads: int | None = None
     has_merged_experts: bool = False
-    targets: dict[str, Target] = field(default_factory=dict)
+    targets: dict[str, WeightTarget] = field(default_factory=dict)
 
     def of_model(self) -> Placement:
         """A copy with its own, empty targets."""
@@ -110,7 +110,9 @@ class Placement:
             return ExpertWeights(self.matrix(*shape))
         return ExpertWeights(*self._fp8(scaling, *shape))
 
-    def merged_target(self, names: Sequence[str], weights: StackedWeights, cut: Cut) -> Target:
+    def merged_target(
+        self, names: Sequence[str], weights: StackedWeights, cut: TensorCut
+    ) -> WeightTarget:
         """The target for all of `weights`, of projections `names`, stored in one tensor."""
         matrices: Tensor | Int4Experts
         if isinstance(weights, Int4Experts):
@@ -119,25 +121,27 @@ class Placement:
             matrices, scale = weights.values, weights.scale
         quantization = self.quantization
         if self._scaling_of(names) is None or quantization is None:
-            return Target(matrices, cut)
+            return WeightTarget(matrices, cut)
         if quantization.scale_suffix is not None:
             raise StartupFailed(
                 f"{names[0]} and others are one tensor, and quantised, which is not supported",
                 hint="a checkpoint with a tensor for each expert is",
             )
         quantised = Quantised(quantization.scaling, None, scale, quantization.int4)
-        return Target(matrices, cut, quantised)
+        return WeightTarget(matrices, cut, quantised)
 
-    def target(self, name: str, weight: Weight, cut: Cut, first: int, count: int) -> Target:
+    def target(
+        self, name: str, weight: Weight, cut: TensorCut, first: int, count: int
+    ) -> WeightTarget:
         """The target for rows [first, first + count) of `weight`, of projection `name`."""
         scaling, quantization = self._scaling_of([name]), self.quantization
         if scaling is None or quantization is None:
             assert isinstance(weight, Tensor)
-            return Target(weight[first : first + count], cut)
+            return WeightTarget(weight[first : first + count], cut)
         scale_name, int4 = quantization.scale_of(name), quantization.int4
         if isinstance(weight, Int4Weight):
             packed = weight.part(first, count)
-            return Target(packed, cut, Quantised(scaling, scale_name, None, int4))
+            return WeightTarget(packed, cut, Quantised(scaling, scale_name, None, int4))
         if isinstance(weight, Tensor):
             scale, matrix = None, weight
         elif isinstance(weight, RowScaled):
@@ -152,7 +156,7 @@ class Placement:
             rows = slice(first // BLOCK, -(-(first + count) // BLOCK))
             scale, matrix = weight.scale[rows], weight.data
         quantised = Quantised(scaling, scale_name, scale, int4)
-        return Target(matrix[first : first + count], cut, quantised)
+        return WeightTarget(matrix[first : first + count], cut, quantised)
 
     def _scaling_of(self, names: Sequence[str]) -> str | None:
         """How the projections' weights are scaled; None if they are not quantised."""

@@ -16,7 +16,7 @@ from .int4_layout import Int4
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorCut:
     """A part of a checkpoint's tensor: from `start` on along `dim`, whose full size is `full`.
 
     `pieces`: the dimension has that many equal pieces, and the part is taken of each.
@@ -39,14 +39,14 @@ class Quantised:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class WeightTarget:
     """The destination of a checkpoint's tensor, or with `cut` of a part of the size of `tensor`.
 
     An int4 target has the name of the weight in floats, X.weight.
     """
 
     tensor: Tensor | Int4Weight | Int4Experts
-    cut: Cut | None = None
+    cut: TensorCut | None = None
     quantised: Quantised | None = None
 
     @property

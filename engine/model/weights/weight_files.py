@@ -17,7 +17,7 @@ from ....core.errors import StartupFailed
 from ....core.model_dir import read_json, resolve_model_dir
 from ..model_config import ModelConfig, read_model_config
 from ..quantization import Quantization, experts_stay_packed, stays_packed
-from .int4_layout import NUMBERS_OF_WORD, Layout
+from .int4_layout import NUMBERS_OF_WORD, Int4Layout
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -112,7 +112,7 @@ def _num_weights(
         raise StartupFailed(f"cannot read {path}: {error}", hint=hint) from error
 
 
-def _int4_layout(quantization: Quantization | None) -> Layout | None:
+def _int4_layout(quantization: Quantization | None) -> Int4Layout | None:
     """The layout of a checkpoint's int4 weights, or None."""
     if quantization is None or quantization.int4 is None or quantization.scale_suffix is None:
         return None

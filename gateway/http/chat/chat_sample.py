@@ -20,9 +20,9 @@ from ..protocol.answers import (
     TopLogprobs,
     json_text,
 )
-from ..protocol.event_stream import TextEvent
+from ..protocol.event_stream import TextEventTemplate
 from .reasoning import ReasoningParser
-from .tool_call_parsers import Delta, DeltaKind, ToolCallParser
+from .tool_call_parsers import DeltaKind, ParsedDelta, ToolCallParser
 
 
 class ChatSample(Sample):
@@ -55,7 +55,7 @@ class ChatSample(Sample):
         if reasoning is not None:
             self.num_reasoning_tokens = 0
         if parser is None and reasoning is None and not (self._has_logprobs or self._returns_ids):
-            self.text_event = TextEvent(
+            self.text_event = TextEventTemplate(
                 f'{{"index":{index},"delta":{{"content":', '},"logprobs":null,"finish_reason":null}'
             )
 
@@ -80,7 +80,7 @@ class ChatSample(Sample):
             self._add_ending(choices[-1], chunk.result)
         return events + [json_text(choice) for choice in choices]
 
-    def _delta(self, delta: Delta) -> ChatMessage:
+    def _delta(self, delta: ParsedDelta) -> ChatMessage:
         if delta.kind is DeltaKind.TEXT:
             return ChatMessage(content=delta.text)
         if delta.kind is DeltaKind.REASONING:
@@ -119,13 +119,13 @@ class ChatSample(Sample):
 
     # --- both -------------------------------------------------------------------------------------
 
-    def deltas(self, chunk: OutputChunk) -> Sequence[Delta]:
+    def deltas(self, chunk: OutputChunk) -> Sequence[ParsedDelta]:
         """The deltas of `chunk`, which is the next chunk."""
         opening, self._opening = self._opening, ""
         reasoning, text = self._told_apart(chunk)
-        before = [Delta(DeltaKind.REASONING, reasoning)] if reasoning else []
+        before = [ParsedDelta(DeltaKind.REASONING, reasoning)] if reasoning else []
         if self._parser is None:
-            return [*before, Delta(DeltaKind.TEXT, text)] if text else before
+            return [*before, ParsedDelta(DeltaKind.TEXT, text)] if text else before
         deltas = self._parser.feed(opening + text)
         if chunk.result is not None:
             deltas += self._parser.finish()

@@ -31,7 +31,7 @@ class DeltaKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class ParsedDelta:
     """A piece of an answer. A call's first delta has the function's name; `text` is of the
     arguments' JSON, `call` the call's number."""
 
@@ -65,13 +65,13 @@ class ToolCallParser(ABC):
         """Whether white space is held back until other text follows."""
         return self._scanner is None and not self._has_content
 
-    def feed(self, text: str) -> list[Delta]:
-        deltas: list[Delta] = []
+    def feed(self, text: str) -> list[ParsedDelta]:
+        deltas: list[ParsedDelta] = []
         for begin in range(0, len(text), _PIECE_CHARS):
             self._feed_piece(text[begin : begin + _PIECE_CHARS], deltas)
         return deltas
 
-    def _feed_piece(self, text: str, deltas: list[Delta]) -> None:
+    def _feed_piece(self, text: str, deltas: list[ParsedDelta]) -> None:
         if self._needs_text and text.isspace():
             self._space.append(text)
             return
@@ -80,9 +80,9 @@ class ToolCallParser(ABC):
         while self._text and (self._scan(deltas) if self._scanner else self._read(deltas)):
             pass
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[ParsedDelta]:
         """The last deltas, at the text's end."""
-        deltas: list[Delta] = []
+        deltas: list[ParsedDelta] = []
         self._feed_piece("", deltas)
         if self._scanner is not None and self._scanner.name is None:
             self._content(self._given_up(self._scanner), deltas)
@@ -94,30 +94,30 @@ class ToolCallParser(ABC):
         return deltas
 
     @abstractmethod
-    def _read(self, deltas: list[Delta]) -> bool:
+    def _read(self, deltas: list[ParsedDelta]) -> bool:
         """Add content to `deltas`, and begin a call if one begins; False: more text is needed."""
 
     def _given_up(self, scanner: Scanner) -> str:
         """The text that turned out to be no call."""
         return scanner.raw
 
-    def _content(self, text: str, deltas: list[Delta]) -> None:
+    def _content(self, text: str, deltas: list[ParsedDelta]) -> None:
         if text:
             self._has_content = True
             self._is_behind_call = False
-            deltas.append(Delta(DeltaKind.TEXT, text))
+            deltas.append(ParsedDelta(DeltaKind.TEXT, text))
 
     def _begin(self) -> None:
         self._scanner = self._new_scanner()
 
-    def _scan(self, deltas: list[Delta]) -> bool:
+    def _scan(self, deltas: list[ParsedDelta]) -> bool:
         """Continue the call that has begun; False: more text is needed."""
         assert self._scanner is not None
         scanner, was_named = self._scanner, self._scanner.name is not None
         self._text = scanner.feed(self._text)
         name, arguments = None if was_named else scanner.name, scanner.take_arguments()
         if name is not None or arguments:
-            deltas.append(Delta(DeltaKind.CALL, arguments, self._num_calls, name))
+            deltas.append(ParsedDelta(DeltaKind.CALL, arguments, self._num_calls, name))
         if scanner.is_done or scanner.is_broken:
             self._scanner, self._is_behind_call = None, scanner.name is not None
             self._num_calls += self._is_behind_call
@@ -144,7 +144,7 @@ class TagParser(ToolCallParser):
         self._tags = (begin, *around)
         self._search = any_of(self._tags)
 
-    def _read(self, deltas: list[Delta]) -> bool:
+    def _read(self, deltas: list[ParsedDelta]) -> bool:
         if self._is_behind_call and not self._drop_tags():
             return False
         match = self._search.search(self._text)
@@ -190,7 +190,7 @@ class MistralParser(TagParser):
     def _begin(self) -> None:
         self._is_at_tag = True
 
-    def _read(self, deltas: list[Delta]) -> bool:
+    def _read(self, deltas: list[ParsedDelta]) -> bool:
         if not self._is_at_tag and not self._is_in_list:
             return super()._read(deltas)
         text = self._text.lstrip()
@@ -213,7 +213,7 @@ class MistralParser(TagParser):
 class FirstCharacterParser(ToolCallParser):
     """The first character decides: an answer that does not begin with a call is content."""
 
-    def _read(self, deltas: list[Delta]) -> bool:
+    def _read(self, deltas: list[ParsedDelta]) -> bool:
         if not self._has_content:
             return self._read_calls()
         self._content(self._text, deltas)

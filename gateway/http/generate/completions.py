@@ -19,7 +19,7 @@ from ...request.output_chunk import OutputChunk
 from ...text.token_text import TokenText
 from ..protocol.answers import Completion, CompletionChoice, CompletionLogprobs, json_text
 from ..protocol.app_state import APP_STATE
-from ..protocol.event_stream import TextEvent
+from ..protocol.event_stream import TextEventTemplate
 from .generated_answer import GeneratedAnswer, Sample, TokenOf, prompt_logprobs
 from .request_fields import COMMON, LOGPROBS, MAX_TOKENS, Body, generate_request
 from .structured import constraint_of
@@ -99,7 +99,7 @@ class CompletionSample(Sample):
         self._shows_special = not found.get("skip_special_tokens", True)
         has_scores = "logprobs" in found or "prompt_logprobs" in found
         if not (found.get("echo") or self._returns_ids or has_scores):
-            self.text_event = TextEvent(
+            self.text_event = TextEventTemplate(
                 f'{{"index":{index},"text":', ',"logprobs":null,"finish_reason":null}'
             )
 

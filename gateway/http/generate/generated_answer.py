@@ -26,8 +26,8 @@ from ...request.output_chunk import OutputChunk, merged
 from ...text.special_tokens import Spans
 from ...text.token_text import TokenText
 from ..protocol.answers import (
-    Answer,
-    Choice,
+    AnswerFields,
+    ChoiceFields,
     CompletionDetails,
     PromptDetails,
     PromptLogprob,
@@ -38,7 +38,7 @@ from ..protocol.answers import (
 )
 from ..protocol.app_state import APP_STATE, AT_DOOR, CALLER
 from ..protocol.errors import REQUEST_ID, REQUEST_ID_HEADER
-from ..protocol.event_stream import EventStream, TextEvent
+from ..protocol.event_stream import EventStream, TextEventTemplate
 
 _DONE = "data: [DONE]\n\n"
 _TAIL = "]}\n\n"  # after the choices of an event
@@ -54,7 +54,7 @@ class Sample(ABC):
     sample's first nor its last; None if chunks contain more than text.
     """
 
-    text_event: TextEvent | None = None
+    text_event: TextEventTemplate | None = None
     num_reasoning_tokens: int | None = None  # so far; None: the model does not reason
 
     def __init__(self, index: int, found: Mapping[str, Any], token_of: TokenOf) -> None:
@@ -69,7 +69,7 @@ class Sample(ABC):
         """The JSON objects that a stream sends for this chunk."""
 
     @abstractmethod
-    def choice(self, chunk: OutputChunk) -> Choice:
+    def choice(self, chunk: OutputChunk) -> ChoiceFields:
         """The object in a whole answer; `chunk`: the whole sample."""
 
 
@@ -81,8 +81,8 @@ class GeneratedAnswer(ABC):
     """
 
     id_prefix: str
-    answer_type: type[Answer]
-    chunk_type: type[Answer]
+    answer_type: type[AnswerFields]
+    chunk_type: type[AnswerFields]
     special_at: Spans | None = None  # see FrontDoor.generate
     prompts: Sequence[inference_pb2.GenerateRequest]
     names: Mapping[str, str]
@@ -109,7 +109,7 @@ class GeneratedAnswer(ABC):
         self._num_prompt_tokens = self._num_output_tokens = 0  # of all prompts and samples
         self._num_cached: dict[int, int] = {}  # by prompt, from the first end of its samples on
         self._samples: Sequence[Sample] = ()
-        self._text_events: Sequence[TextEvent | None] = ()  # per sample, as whole events
+        self._text_events: Sequence[TextEventTemplate | None] = ()  # per sample, as whole events
         self._chunks: dict[int, list[OutputChunk]] = {}
         self._nodes: dict[str, str] = {}
         self._envelope: dict[str, Any] = {}

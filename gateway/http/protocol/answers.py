@@ -87,7 +87,7 @@ class PromptLogprob(Struct):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]  # for each prompt token, by token id
 
 
-class Choice(Struct, kw_only=True):
+class ChoiceFields(Struct, kw_only=True):
     """The fields that choices of both endpoints share."""
 
     index: int
@@ -96,7 +96,7 @@ class Choice(Struct, kw_only=True):
     token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
-class CompletionChoice(Choice, kw_only=True):
+class CompletionChoice(ChoiceFields, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -124,17 +124,17 @@ class ChatMessage(Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatDelta(Choice, kw_only=True):
+class ChatDelta(ChoiceFields, kw_only=True):
     delta: ChatMessage
     logprobs: ChatLogprobs | None = None
 
 
-class ChatChoice(Choice, kw_only=True):
+class ChatChoice(ChoiceFields, kw_only=True):
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
 
 
-class Answer(Struct, kw_only=True):
+class AnswerFields(Struct, kw_only=True):
     """The fields beside the choices, in a stream or a whole answer, which always has `usage`."""
 
     id: str
@@ -145,19 +145,19 @@ class Answer(Struct, kw_only=True):
     decode_node: str | UnsetType = UNSET
 
 
-class Completion(Answer, kw_only=True):
+class Completion(AnswerFields, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
 
 
-class ChatCompletion(Answer, kw_only=True):
+class ChatCompletion(AnswerFields, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Answer, kw_only=True):
+class ChatCompletionChunk(AnswerFields, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatDelta]
 
@@ -211,7 +211,7 @@ class Status(Struct):
     reason: str | UnsetType = UNSET
 
 
-class Load(Struct):
+class ServerLoad(Struct):
     """`server_load`: calls in flight at this gateway; the other fields cover the deployment."""
 
     server_load: int

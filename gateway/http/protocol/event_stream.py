@@ -119,7 +119,7 @@ class EventStream:
 
 
 @dataclass(frozen=True, slots=True)
-class TextEvent:
+class TextEventTemplate:
     """An event that only adds a text, as most do: its parts before and after the text."""
 
     before: str
@@ -128,6 +128,6 @@ class TextEvent:
     def of(self, text: str) -> str:
         return f"{self.before}{_quoted(text)}{self.behind}"
 
-    def within(self, head: str, tail: str) -> TextEvent:
+    def within(self, head: str, tail: str) -> TextEventTemplate:
         """The same event inside `head` and `tail`."""
-        return TextEvent(head + self.before, self.behind + tail)
+        return TextEventTemplate(head + self.before, self.behind + tail)

@@ -72,7 +72,7 @@ class BlockStop(MessageEvent, kw_only=True):
     index: int
 
 
-class BlockPiece(Struct, kw_only=True):
+class ContentDelta(Struct, kw_only=True):
     type: Literal["text_delta", "thinking_delta", "input_json_delta"]
     text: str | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
@@ -81,7 +81,7 @@ class BlockPiece(Struct, kw_only=True):
 
 class BlockDelta(MessageEvent, kw_only=True):
     index: int
-    delta: BlockPiece
+    delta: ContentDelta
 
 
 class Stop(Struct):

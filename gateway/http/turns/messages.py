@@ -84,11 +84,11 @@ class _Message(Turn):
     def block_grew(self, block: Block, text: str) -> Sequence[Struct]:
         match block.kind:
             case DeltaKind.TEXT:
-                piece = blocks.BlockPiece(type="text_delta", text=text)
+                piece = blocks.ContentDelta(type="text_delta", text=text)
             case DeltaKind.REASONING:
-                piece = blocks.BlockPiece(type="thinking_delta", thinking=text)
+                piece = blocks.ContentDelta(type="thinking_delta", thinking=text)
             case DeltaKind.CALL:
-                piece = blocks.BlockPiece(type="input_json_delta", partial_json=text)
+                piece = blocks.ContentDelta(type="input_json_delta", partial_json=text)
         return [blocks.BlockDelta(type="content_block_delta", index=block.index, delta=piece)]
 
     def block_ended(self, block: Block, *, is_cut: bool) -> Sequence[Struct]:

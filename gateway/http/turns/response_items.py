@@ -11,7 +11,7 @@ Status = Annotated[
 ]
 
 
-class Part(Struct, kw_only=True):
+class ContentPart(Struct, kw_only=True):
     """An `output_text`, which alone has annotations and logprobs, or a `reasoning_text`."""
 
     text: str
@@ -27,7 +27,7 @@ class Item(Struct, kw_only=True):
     type: str
     status: Status
     role: Literal["assistant"] | UnsetType = UNSET
-    content: list[Part] | UnsetType = UNSET
+    content: list[ContentPart] | UnsetType = UNSET
     summary: tuple[()] | UnsetType = UNSET
     call_id: str | UnsetType = UNSET
     namespace: str | UnsetType = UNSET
@@ -91,36 +91,36 @@ class DeletedResponse(Struct):
     deleted: bool = True
 
 
-class Event(Struct, kw_only=True):
+class StreamEvent(Struct, kw_only=True):
     """The fields of all events. The others depend on the type."""
 
     type: str
     sequence_number: int = 0
 
 
-class ResponseEvent(Event, kw_only=True):
+class ResponseEvent(StreamEvent, kw_only=True):
     """response.created, .in_progress, .completed, .incomplete."""
 
     response: ResponseBody
 
 
-class ItemEvent(Event, kw_only=True):
+class ItemEvent(StreamEvent, kw_only=True):
     """response.output_item.added, .done."""
 
     output_index: int
     item: Item
 
 
-class PartEvent(Event, kw_only=True):
+class PartEvent(StreamEvent, kw_only=True):
     """response.content_part.added, .done."""
 
     item_id: str
     output_index: int
     content_index: int = 0
-    part: Part
+    part: ContentPart
 
 
-class TextEvent(Event, kw_only=True):
+class TextEvent(StreamEvent, kw_only=True):
     """response.output_text and response.reasoning_text: .delta has `delta`, .done has `text`."""
 
     item_id: str
@@ -131,7 +131,7 @@ class TextEvent(Event, kw_only=True):
     logprobs: tuple[()] | UnsetType = UNSET
 
 
-class ArgumentsEvent(Event, kw_only=True):
+class ArgumentsEvent(StreamEvent, kw_only=True):
     """response.function_call_arguments: .delta has `delta`, .done has `name` and `arguments`."""
 
     item_id: str

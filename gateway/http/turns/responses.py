@@ -231,10 +231,10 @@ def _id(block: Block) -> str:
     return _ID_PREFIX[block.kind] + block.id
 
 
-def _content(block: Block) -> items.Part:
+def _content(block: Block) -> items.ContentPart:
     if block.kind is DeltaKind.TEXT:
-        return items.Part(text=block.text, type="output_text", annotations=(), logprobs=())
-    return items.Part(text=block.text, type="reasoning_text")
+        return items.ContentPart(text=block.text, type="output_text", annotations=(), logprobs=())
+    return items.ContentPart(text=block.text, type="reasoning_text")
 
 
 def _call_id(block: Block) -> str:

@@ -21,7 +21,7 @@ from ...admission.running_call import RunningCall
 from ...request.output_chunk import OutputChunk, RequestResult, merged
 from ..chat.chat import Chat
 from ..chat.chat_sample import ChatSample
-from ..chat.tool_call_parsers import Delta, DeltaKind
+from ..chat.tool_call_parsers import DeltaKind, ParsedDelta
 from ..generate.generated_answer import Sample
 from ..protocol.answers import answer, json_text
 from ..protocol.errors import NUM_EVENTS
@@ -96,7 +96,7 @@ class Turn(Chat):
         text = json_text(event)
         return f"event: {event.type}\ndata: {text}\n\n"  # type: ignore[attr-defined]
 
-    def _grow(self, delta: Delta) -> list[Struct]:
+    def _grow(self, delta: ParsedDelta) -> list[Struct]:
         events: list[Struct] = []
         kind, name = delta.kind, delta.name
         if name is not None or not self._is_open or self.blocks[-1].kind is not kind:

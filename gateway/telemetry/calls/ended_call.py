@@ -35,7 +35,7 @@ UnixSeconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
 _MAX_EVENTS = 100
 
 
-class Transfer(msgspec.Struct, frozen=True):
+class TransferRecord(msgspec.Struct, frozen=True):
     """One hand-off. `seconds`: from the first reserved block to the last pulled one."""
 
     source: Text
@@ -73,7 +73,7 @@ class EndedCall(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: _Seconds | None
     prefill_node: Text | None
     decode_node: Text | None
-    transfer: Transfer | None
+    transfer: TransferRecord | None
     stages: Annotated[dict[Text, _Seconds], msgspec.Meta(max_length=16)]
     timeline: Annotated[list[tuple[Text, _Seconds, Text]], msgspec.Meta(max_length=_MAX_EVENTS)]
 
@@ -164,12 +164,12 @@ def _max_gap_s(times: list[tuple[float, int]]) -> float:
     return max(map(sub, moments[1:], moments), default=0.0)
 
 
-def _transfer(record: CallRecord) -> Transfer | None:
+def _transfer(record: CallRecord) -> TransferRecord | None:
     for result in record.results.values():
         if result.transfer is not None and result.decode_node is not None:
             times = times_of(result.timeline)
             spent_s = between_s(times, Event.TRANSFER_STARTED, Event.TRANSFER_ENDED)
-            return Transfer(
+            return TransferRecord(
                 result.prefill_node,
                 result.decode_node,
                 result.transfer.transport,

@@ -30,8 +30,8 @@ from urllib.parse import urlsplit
 from ....core.errors import StartupFailed
 from ....core.request.timeline import Event
 from ....core.version import version
-from ...request.answer import GATEWAY
 from ...request.output_chunk import RequestResult, UnfinishedRun
+from ...request.session_output import GATEWAY
 from .call_record import CallRecord
 from .ended_call import EndedCall, times_of
 

@@ -29,7 +29,7 @@ from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer
 from baton.cluster.secret import ClusterSecret
 from baton.core.channels.admission import GATEWAY
-from baton.core.channels.channel_listener import Admission, ChannelListener
+from baton.core.channels.channel_listener import AcceptPolicy, ChannelListener
 from baton.core.config import ClusterConfig, GatewayConfig
 from baton.core.membership import Role
 from baton.core.process.logs import set_up_logging
@@ -93,7 +93,7 @@ async def _run(config: dict[str, Any], redis_url: str) -> None:
     await server.start()
     listener = ChannelListener(
         *(ENGINE, HOST, 0, lambda port: (f"{HOST}:{port}",)),
-        Admission(ClusterSecret(SECRET).keys_by_id(), (GATEWAY,), lambda *_: None),
+        AcceptPolicy(ClusterSecret(SECRET).keys_by_id(), (GATEWAY,), lambda *_: None),
     )
     listener.start(lambda _, channel: channel.close())
     ports = {

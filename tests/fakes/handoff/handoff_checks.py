@@ -27,7 +27,7 @@ from baton.engine.kv.limits import EngineLimits
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.kv_transfer.export.pool_address import PoolDescription
 from baton.kv_transfer.protocol.events import (
-    Chunk,
+    ChunkReady,
     Complete,
     Failed,
     Intended,
@@ -135,7 +135,7 @@ def held(source: Source, number: int, deadline_s: float) -> None:
     source.handle(Offered(ticket(number), f"key{number}", deadline_s))
     transfer_id = ticket(number).transfer_id
     source.handle(PeerMessage(PULLER, Attach(transfer_id)))
-    source.handle(Chunk(transfer_id, refs(HASHES, 0, 2), 7, STATE))
+    source.handle(ChunkReady(transfer_id, refs(HASHES, 0, 2), 7, STATE))
 
 
 def lease_ends_whatever_wall_time_does() -> None:

@@ -29,7 +29,7 @@ from baton.engine.kv.block_pool import (
 )
 from baton.kv_transfer.protocol.events import (
     CancelPull,
-    Chunk,
+    ChunkReady,
     CloseWindow,
     Complete,
     DropReservation,
@@ -177,7 +177,7 @@ class SourceSide(_Side):
         self.launched[transfer_id] = self.num_launched
         index = self.num_computed[transfer_id]
         refs, num_tokens = packed([self._ref(transfer_id, index)]), (index + 1) * BLOCK_SIZE
-        self.feed(Chunk(transfer_id, refs, num_tokens, step=self.num_launched))
+        self.feed(ChunkReady(transfer_id, refs, num_tokens, step=self.num_launched))
 
     def _ref(self, transfer_id: str, index: int) -> BlockRef:
         block_id = self.held[transfer_id][index]
@@ -197,7 +197,7 @@ class SourceSide(_Side):
         refs = BlockRefs() if self.launches else packed([ref])
         if self.launches:
             self.memory.num_steps = self.launched.pop(transfer_id)
-        self.feed(Chunk(transfer_id, refs, (index + 1) * BLOCK_SIZE, state))
+        self.feed(ChunkReady(transfer_id, refs, (index + 1) * BLOCK_SIZE, state))
 
     def withdraw(self, attempt: Attempt) -> None:
         """The gateway cancels the attempt; its dispatch may still be on the way."""

@@ -31,7 +31,7 @@ from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.engine.kv.block_pool import Reservation
 from baton.kv_transfer.protocol.events import (
     CancelPull,
-    Chunk,
+    ChunkReady,
     CloseWindow,
     Complete,
     DropReservation,
@@ -143,7 +143,7 @@ class SourceNode:
         if last == prompt.num_blocks:
             state = HandoffState(prompt.first_token_id)
             del self.num_computed[prompt.transfer_id]
-        self.feed(Chunk(prompt.transfer_id, packed(refs), last * BLOCK_SIZE, state))
+        self.feed(ChunkReady(prompt.transfer_id, packed(refs), last * BLOCK_SIZE, state))
 
     def rewrite(self, block_id: int) -> None:
         """Another request gets the block: the generation changes, then the bytes do."""

@@ -27,7 +27,7 @@ from baton.engine.kv.lent_prefixes import BorrowedPrefix, LentPrefixes
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.kv_transfer.protocol.events import (
     CancelPull,
-    Chunk,
+    ChunkReady,
     Complete,
     DropReservation,
     Failed,
@@ -155,7 +155,7 @@ class Peer:
             return
         self.pins[transfer_id], refs = lent
         self.feed_source(Offered(ticket, "", 1e9))
-        self.feed_source(Chunk(transfer_id, refs, len(refs), HandoffState()))
+        self.feed_source(ChunkReady(transfer_id, refs, len(refs), HandoffState()))
 
     def feed_puller(self, event: PullerEvent) -> None:
         for effect in self.puller.handle(event):

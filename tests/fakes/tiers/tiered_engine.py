@@ -21,7 +21,7 @@ from baton.engine.engine_parts import EngineParts
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.disk.disk_file import slot_bytes_of
 from baton.engine.kv.generations import Generations
-from baton.engine.kv.host_tier import Load
+from baton.engine.kv.host_tier import BlockLoad
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
 from baton.engine.speculation.draft_model import DraftModelProposer
@@ -118,7 +118,7 @@ class Rig:
         assert self.engine._host is not None
         load = self.engine._host.load
 
-        def watched(*args: Any) -> Load:
+        def watched(*args: Any) -> BlockLoad:
             started = load(*args)
             self.num_shared += started.num_shared
             return started

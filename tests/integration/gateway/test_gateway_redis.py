@@ -21,7 +21,7 @@ import redis
 from patience import SOON_S
 
 from baton.cluster import redis_directory
-from baton.cluster.entries import Entry, encode_entry
+from baton.cluster.entries import DirectoryEntry, encode_entry
 from baton.cluster.redis_client import RedisAway, RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer, find_redis_server
@@ -107,10 +107,10 @@ async def test_an_entry_that_could_not_be_made_once_is_kept_alive(
 ) -> None:
     monkeypatch.setattr(event_loop, "AGAIN_S", 0.0)
     await directory.announce(A, 0.3)
-    made: list[Entry] = []
+    made: list[DirectoryEntry] = []
     is_kept = asyncio.Event()
 
-    def break_once(entry: Entry, secret: ClusterSecret) -> bytes:
+    def break_once(entry: DirectoryEntry, secret: ClusterSecret) -> bytes:
         made.append(entry)
         if len(made) == 1:
             raise ZeroDivisionError

@@ -16,7 +16,7 @@ from baton.cluster.secret import ClusterSecret
 from baton.core.channels.addresses import host_id
 from baton.core.channels.admission import GATEWAY
 from baton.core.channels.channel import Channel
-from baton.core.channels.channel_listener import Admission, ChannelListener
+from baton.core.channels.channel_listener import AcceptPolicy, ChannelListener
 from baton.core.channels.handshake import Opening
 from baton.core.errors import EngineFailed
 from baton.core.membership import Member, Role
@@ -42,9 +42,11 @@ class DyingEngine:
         self.inbox: Inbox[Any] = Inbox()
         self.channels = EngineChannels(self.inbox, welcome)
         self.channels.links.heartbeat(node_pb2.Heartbeat())
-        admission = Admission(ClusterSecret().keys_by_id(), (GATEWAY,), lambda opening, names: None)
+        policy = AcceptPolicy(
+            ClusterSecret().keys_by_id(), (GATEWAY,), lambda opening, names: None
+        )
         self.listener = ChannelListener(
-            self.incarnation, "127.0.0.1", 0, lambda port: (f"127.0.0.1:{port}",), admission
+            self.incarnation, "127.0.0.1", 0, lambda port: (f"127.0.0.1:{port}",), policy
         )
         self.listener.start(self._accepted)
         self._thread = threading.Thread(target=self._run)

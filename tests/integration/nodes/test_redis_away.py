@@ -22,7 +22,7 @@ from patience import SOON_S
 
 from baton.client import AsyncClient
 from baton.cluster.entries import decode_entry
-from baton.cluster.known_nodes import ACCEPTED, Node, ask_members
+from baton.cluster.known_nodes import ACCEPTED, NodeAddress, ask_members
 from baton.cluster.secret import ClusterSecret
 from baton.core.errors import BatonError, NodeLost, Unauthenticated, Unavailable
 from baton.core.membership import Role
@@ -70,7 +70,7 @@ async def kill_engines(system: Cluster, *names: str) -> None:
 async def engines_of(system: Cluster, name: str, secret: str | None = SECRET) -> list[str]:
     """The incarnations that a node returns to a caller with this secret."""
     ask = partial(ask_members, ClusterSecret(secret), None)
-    entries = await ask(Node(system.processes[name].address, Role(name.partition("-")[0])))
+    entries = await ask(NodeAddress(system.processes[name].address, Role(name.partition("-")[0])))
     return [decode_entry(entry, ClusterSecret(SECRET)).member.incarnation for entry in entries]
 
 
@@ -154,6 +154,8 @@ async def test_who_does_not_prove_itself_is_not_heard(talk: Talk) -> None:
     await server.start()
     began_s = time.monotonic()
     with pytest.raises(BatonError):
-        await ask_members(ClusterSecret(SECRET), None, Node(f"127.0.0.1:{port}", Role.DECODE))
+        await ask_members(
+            ClusterSecret(SECRET), None, NodeAddress(f"127.0.0.1:{port}", Role.DECODE)
+        )
     assert time.monotonic() - began_s < SOON_S
     await server.stop(None)

@@ -27,7 +27,7 @@ from node_driver import CLUSTER, OUR_MARK, SECRET, members, session
 from baton.cli.cluster.survey import ask_ledgers
 from baton.client import AsyncClient, NodeInfo
 from baton.cluster.entries import decode_entry
-from baton.cluster.known_nodes import ANY_ENGINE, LEDGERS, MEMBERS, Node, ask_members
+from baton.cluster.known_nodes import ANY_ENGINE, LEDGERS, MEMBERS, NodeAddress, ask_members
 from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret, operator_key
@@ -444,7 +444,9 @@ def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(
         while num_calls() < number:  # a port that was just bound may refuse the first call
             with pytest.raises((NodeLost, Unauthenticated)):
                 asyncio.run(
-                    ask_members(ClusterSecret(SECRET), None, Node(dead.address, Role.PREFILL))
+                    ask_members(
+                        ClusterSecret(SECRET), None, NodeAddress(dead.address, Role.PREFILL)
+                    )
                 )
         for purpose in (GATEWAY, PULLER):
             ends = {"dialer": "9" * 32, "listener": dead.incarnation}

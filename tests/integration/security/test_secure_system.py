@@ -23,7 +23,7 @@ from deployments import Running, running
 from baton.cli.cluster.survey import ask_ledgers, survey
 from baton.cli.host.certs import make_certificates, with_role_certificate
 from baton.client import Client
-from baton.cluster.known_nodes import LEDGERS, Node, ask_members
+from baton.cluster.known_nodes import LEDGERS, NodeAddress, ask_members
 from baton.cluster.known_nodes import dial as dial_node
 from baton.cluster.secret import ClusterSecret
 from baton.cluster.tls import ClusterTls, role_name
@@ -275,7 +275,7 @@ def is_told_members(secured: Secured, shown: str) -> bool:
     """Whether prefill-0 returns its members to a caller with the certificate of `shown`."""
     tls = ClusterTls(*(secured.certs / name for name in ("ca.crt", f"{shown}.crt", f"{shown}.key")))
     secret = ClusterSecret.of(secured.system.deployment.cluster)
-    node = Node(secured.system.node_addresses()["prefill-0"], Role.PREFILL)
+    node = NodeAddress(secured.system.node_addresses()["prefill-0"], Role.PREFILL)
     try:
         return len(asyncio.run(ask_members(secret, tls, node))) == 1
     except NodeLost as error:

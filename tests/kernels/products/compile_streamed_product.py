@@ -9,22 +9,22 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from baton.kernels.products.streamed_product import Stages
+from baton.kernels.products.streamed_product import StreamTiling
 from baton.kernels.products.streamed_product_gluon import _streamed_product, cost
 
 # Rows, stages, whether gated, ranks that receive the output, distance of their parts.
 CASES = [
-    (64, Stages(32, 128, 9, 3), False, 1, 0),
-    (64, Stages(64, 128, 6, 4), False, 1, 0),
-    (64, Stages(128, 128, 4, 3), False, 1, 0),
-    (64, Stages(64, 128, 4, 2), True, 1, 0),
-    (64, Stages(32, 128, 9, 3), False, 2, 0),
-    (64, Stages(64, 128, 6, 4), False, 4, 2048),
-    (128, Stages(64, 128, 4, 3), False, 1, 0),
-    (128, Stages(128, 64, 7, 3, shares=4), False, 1, 0),
-    (128, Stages(256, 64, 4, 3, shares=8), False, 1, 0),
-    (128, Stages(128, 64, 4, 3), True, 1, 0),
-    (128, Stages(64, 128, 4, 3), False, 4, 2048),
+    (64, StreamTiling(32, 128, 9, 3), False, 1, 0),
+    (64, StreamTiling(64, 128, 6, 4), False, 1, 0),
+    (64, StreamTiling(128, 128, 4, 3), False, 1, 0),
+    (64, StreamTiling(64, 128, 4, 2), True, 1, 0),
+    (64, StreamTiling(32, 128, 9, 3), False, 2, 0),
+    (64, StreamTiling(64, 128, 6, 4), False, 4, 2048),
+    (128, StreamTiling(64, 128, 4, 3), False, 1, 0),
+    (128, StreamTiling(128, 64, 7, 3, shares=4), False, 1, 0),
+    (128, StreamTiling(256, 64, 4, 3, shares=8), False, 1, 0),
+    (128, StreamTiling(128, 64, 4, 3), True, 1, 0),
+    (128, StreamTiling(64, 128, 4, 3), False, 4, 2048),
 ]
 _SHARED_BYTES = 227 << 10  # available to a program
 
@@ -34,7 +34,9 @@ def boxes(*box: int) -> str:
     return f"tensordesc<bf16{list(box)},{layout!r}>"
 
 
-def compile_for_hopper(rows: int, stages: Stages, is_gated: bool, ranks: int, pitch: int) -> str:
+def compile_for_hopper(
+    rows: int, stages: StreamTiling, is_gated: bool, ranks: int, pitch: int
+) -> str:
     """The kernel's PTX."""
     constants = {
         "HAS_BIAS": True,

@@ -22,33 +22,41 @@ from baton.kernels.peer_reduce_triton import (
     Exchange,
     prepare_exchange,
 )
-from baton.kernels.products.streamed_product import Stages, choose_stages
+from baton.kernels.products.streamed_product import StreamTiling, choose_stages
 from baton.kernels.products.weights import Summands
 from baton.kernels.row_room import empty_rows, has_room, room_of
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 STAGES = [
-    Stages(32, 128, 9, 3),
-    Stages(64, 128, 6, 4),
-    Stages(128, 128, 4, 3),
-    Stages(64, 64, 4, 0),
+    StreamTiling(32, 128, 9, 3),
+    StreamTiling(64, 128, 6, 4),
+    StreamTiling(128, 128, 4, 3),
+    StreamTiling(64, 64, 4, 0),
 ]
-STAGES_OF_GATED = [Stages(64, 128, 4, 2), Stages(64, 64, 6, 6), Stages(32, 64, 3, 1)]
+STAGES_OF_GATED = [
+    StreamTiling(64, 128, 4, 2),
+    StreamTiling(64, 64, 6, 6),
+    StreamTiling(32, 64, 3, 1),
+]
 STAGES_OF_MANY = [
-    Stages(32, 128, 5, 3),
-    Stages(64, 128, 4, 4),
-    Stages(128, 64, 7, 0),
-    Stages(256, 64, 4, 3),
+    StreamTiling(32, 128, 5, 3),
+    StreamTiling(64, 128, 4, 4),
+    StreamTiling(128, 64, 7, 0),
+    StreamTiling(256, 64, 4, 3),
 ]
-GATED_STAGES_OF_MANY = [Stages(128, 64, 4, 3), Stages(64, 64, 7, 4), Stages(128, 32, 9, 5)]
+GATED_STAGES_OF_MANY = [
+    StreamTiling(128, 64, 4, 3),
+    StreamTiling(64, 64, 7, 4),
+    StreamTiling(128, 32, 9, 5),
+]
 WITH_SHARES = [
-    (64, Stages(64, 128, 6, 4, shares=2)),
-    (64, Stages(128, 128, 4, 3, shares=4)),
-    (128, Stages(64, 128, 4, 3, shares=2)),
-    (128, Stages(128, 64, 7, 3, shares=4)),
-    (128, Stages(128, 64, 7, 3, shares=3)),
-    (128, Stages(256, 64, 4, 2, shares=8)),
+    (64, StreamTiling(64, 128, 6, 4, shares=2)),
+    (64, StreamTiling(128, 128, 4, 3, shares=4)),
+    (128, StreamTiling(64, 128, 4, 3, shares=2)),
+    (128, StreamTiling(128, 64, 7, 3, shares=4)),
+    (128, StreamTiling(128, 64, 7, 3, shares=3)),
+    (128, StreamTiling(256, 64, 4, 2, shares=8)),
 ]
 SHAPES = [(128, 128), (200, 640), (4096, 4104)]
 
@@ -57,7 +65,7 @@ def streamed(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    stages: Stages,
+    stages: StreamTiling,
     is_gated: bool = False,
 ) -> torch.Tensor:
     from baton.kernels.products.streamed_product_gluon import streamed_product
@@ -113,7 +121,7 @@ def test_what_is_chosen_fits(num_outputs: int, is_gated: bool) -> None:
 
 
 def assert_fits(
-    stages: Stages | None, room: int, is_gated: bool, *, has_shares: bool = False
+    stages: StreamTiling | None, room: int, is_gated: bool, *, has_shares: bool = False
 ) -> None:
     if stages is not None:
         outputs = stages.outputs * (2 if is_gated else 1)
@@ -144,7 +152,7 @@ def test_what_the_bench_tries_fits() -> None:
             found = cuts(num_rows, kind)
             assert 0 < len(found) <= 12 and len(set(found)) == len(found)
             for cut in found:
-                assert isinstance(cut, Stages)
+                assert isinstance(cut, StreamTiling)
                 assert_fits(cut, 128, kind == "gated", has_shares=kind == "summand")
     assert not cuts(192, "product")
 
@@ -201,7 +209,7 @@ def test_products(
     num_outputs: int,
     num_inputs: int,
     num_rows: int,
-    stages: Stages,
+    stages: StreamTiling,
     has_bias: bool,
     dtype: torch.dtype,
 ) -> None:
@@ -220,7 +228,7 @@ def test_products(
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gated_products(
-    num_outputs: int, num_inputs: int, num_rows: int, stages: Stages, has_bias: bool
+    num_outputs: int, num_inputs: int, num_rows: int, stages: StreamTiling, has_bias: bool
 ) -> None:
     dtype = torch.bfloat16
     x, weight, bias, expected = operands(num_rows, num_outputs, num_inputs, dtype, has_bias)
@@ -235,7 +243,7 @@ def test_gated_products(
 @pytest.mark.parametrize("num_rows", [65, 96, 128])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
 def test_products_of_many_rows(
-    num_outputs: int, num_inputs: int, num_rows: int, stages: Stages, dtype: torch.dtype
+    num_outputs: int, num_inputs: int, num_rows: int, stages: StreamTiling, dtype: torch.dtype
 ) -> None:
     has_bias = num_rows == 96
     x, weight, bias, expected = operands(num_rows, num_outputs, num_inputs, dtype, has_bias)
@@ -254,7 +262,7 @@ def test_products_of_many_rows(
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gated_products_of_many_rows(
-    num_outputs: int, num_inputs: int, num_rows: int, stages: Stages, has_bias: bool
+    num_outputs: int, num_inputs: int, num_rows: int, stages: StreamTiling, has_bias: bool
 ) -> None:
     dtype = torch.bfloat16
     x, weight, bias, expected = operands(num_rows, num_outputs, num_inputs, dtype, has_bias)
@@ -268,7 +276,7 @@ def test_gated_products_of_many_rows(
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [*SHAPES, (4096, 14_336)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_shares_add_up_to_the_product(
-    num_outputs: int, num_inputs: int, room: int, stages: Stages, has_bias: bool
+    num_outputs: int, num_inputs: int, room: int, stages: StreamTiling, has_bias: bool
 ) -> None:
     """The shares sum to the product, also with fewer steps than shares, and a row's sum is the same
     alone."""
@@ -335,7 +343,7 @@ def test_what_is_sent_lies_where_it_is_added_up(
         x, weight, bias, _ = operands(num_rows, num_outputs, 256, dtype, has_bias=rank == 0)
         x.abs_().mul_(1e-3)
         weight[5] = -6e-8  # rounds to -0 in float16, which must not be sent
-        stages = choose_stages(x, weight, is_gated=False) or Stages(64, 128, 4, 3)
+        stages = choose_stages(x, weight, is_gated=False) or StreamTiling(64, 128, 4, 3)
         assert num_rows > 64 or stages == choose_stages(x, weight, is_gated=False)
         send_streamed_product(x, weight, bias, stages, Exchange(bases, rank), in_parts=in_parts)
         words = streamed(x, weight, bias, stages).view(torch.int16)
@@ -350,9 +358,9 @@ def test_what_is_sent_lies_where_it_is_added_up(
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize(
-    ("num_rows", "stages"), [(48, Stages(32, 128, 9, 3)), (112, Stages(64, 128, 4, 4))]
+    ("num_rows", "stages"), [(48, StreamTiling(32, 128, 9, 3)), (112, StreamTiling(64, 128, 4, 4))]
 )
-def test_chains_of_products_follow_their_inputs(num_rows: int, stages: Stages) -> None:
+def test_chains_of_products_follow_their_inputs(num_rows: int, stages: StreamTiling) -> None:
     """In a replayed graph of norms and GEMMs no input is read before it is written."""
     torch.manual_seed(0)
     weights = [vectors(4096, 4096) for _ in range(6)]

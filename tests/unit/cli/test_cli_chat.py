@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 
 from baton.cli import chat
 from baton.cli.chat import (
-    Chat,
     Conversation,
     Shell,
+    TemplatedChat,
     TextConversation,
     _ended_by_signals,
     conversation_with,
@@ -141,7 +141,7 @@ def test_reset_forgets_the_text() -> None:
 def test_a_chat_follows_the_template_of_the_model() -> None:
     """Prompts equal transformers' own rendering of the same messages."""
     chat = conversation_with("demo", "demo", None)
-    assert isinstance(chat, Chat)
+    assert isinstance(chat, TemplatedChat)
     world = World([FakeGeneration([" one"]), FakeGeneration([" two"])], conversation=chat)
     world.run("first", "second", "/reset", "third")
     tokenizer = AutoTokenizer.from_pretrained(resolve_model_dir("demo"))
@@ -169,7 +169,7 @@ def test_without_a_template_the_text_is_continued(tmp_path: Path) -> None:
 
 
 def test_a_model_is_known_by_the_name_it_is_served_under() -> None:
-    assert isinstance(conversation_with("mine", "demo", "mine"), Chat)
+    assert isinstance(conversation_with("mine", "demo", "mine"), TemplatedChat)
 
 
 def test_a_backslash_continues_the_line() -> None:

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cluster.entries import MAX_ENTRY_BYTES, BadEntry, Entry, decode_entry, encode_entry
+from baton.cluster.entries import (
+    MAX_ENTRY_BYTES,
+    BadEntry,
+    DirectoryEntry,
+    decode_entry,
+    encode_entry,
+)
 from baton.cluster.secret import TAG_BYTES, ClusterSecret
 from baton.core.membership import Member, Role
 
@@ -18,7 +24,7 @@ MEMBER = Member(
     engine_address="[::1]:5001", host_id="cd" * 16, device="cuda:0,1", can_constrain=True,
 )  # fmt: skip
 OF_ENTRY = {"sequence", "at_ms", "ttl_ms", "is_gone"}
-ENTRY = Entry(MEMBER, sequence=3, at_ms=1_790_000_000_000, ttl_ms=6000)
+ENTRY = DirectoryEntry(MEMBER, sequence=3, at_ms=1_790_000_000_000, ttl_ms=6000)
 
 
 def changed(raw: bytes, changes: dict[str, object], num_tag_bytes: int = 0) -> bytes:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from baton.cluster.entries import BadEntry, Entry, decode_entry, encode_entry
+from baton.cluster.entries import BadEntry, DirectoryEntry, decode_entry, encode_entry
 from baton.cluster.exposure import check_secret
 from baton.cluster.secret import ClusterSecret, operator_key
 from baton.core.channels.handshake import Dialer, Listener, key_id
@@ -30,7 +30,7 @@ MEMBER = Member(
     "ab" * 16, Role.DECODE, "decode-0", ADDRESS, "demo", "f1", 512, 16, 64,
     engine_address="10.0.0.1:5001", host_id="cd" * 16,
 )  # fmt: skip
-ENTRY = Entry(MEMBER, sequence=1, at_ms=1_790_000_000_000, ttl_ms=6000)
+ENTRY = DirectoryEntry(MEMBER, sequence=1, at_ms=1_790_000_000_000, ttl_ms=6000)
 
 
 def is_accepted(by: ClusterSecret, who: ClusterSecret) -> bool:

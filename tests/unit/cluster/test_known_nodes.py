@@ -13,7 +13,7 @@ from fakes.clock import FakeClock
 from fakes.directory import FakeDirectory
 
 from baton.cluster.entries import BadEntry, decode_entry
-from baton.cluster.known_nodes import KnownNodes, Node, answer_with
+from baton.cluster.known_nodes import KnownNodes, NodeAddress, answer_with
 from baton.cluster.secret import ClusterSecret
 from baton.core.errors import NodeLost
 from baton.core.membership import Member, Role
@@ -50,10 +50,10 @@ class Nodes:
 
     def __init__(self) -> None:
         self.answers: dict[str, Sequence[bytes]] = {}
-        self.asked: list[Node] = []
+        self.asked: list[NodeAddress] = []
         self.num_at_once = self.most_at_once = 0
 
-    async def __call__(self, node: Node) -> Sequence[bytes]:
+    async def __call__(self, node: NodeAddress) -> Sequence[bytes]:
         self.asked.append(node)
         self.num_at_once += 1
         self.most_at_once = max(self.most_at_once, self.num_at_once)
@@ -254,7 +254,7 @@ async def test_a_puller_asks_sources_alone() -> None:
     world.nodes.answers |= {P1.address: entries(P2), D1.address: entries(D2)}
     await world.pass_by()
     assert await world.known() == {P2, D1}
-    assert world.nodes.asked == [Node(P1.address, Role.PREFILL)]
+    assert world.nodes.asked == [NodeAddress(P1.address, Role.PREFILL)]
     await world.close()
 
 

@@ -23,7 +23,7 @@ from baton.core.channels.accept_thread import MAX_PENDING
 from baton.core.channels.addresses import socket_address
 from baton.core.channels.admission import GATEWAY, PULLER, SOCKET, THIS_HOST, dial
 from baton.core.channels.channel import Channel
-from baton.core.channels.channel_listener import Admission, ChannelListener
+from baton.core.channels.channel_listener import AcceptPolicy, ChannelListener
 from baton.core.channels.engine_tls import EngineTls
 from baton.core.channels.frames import encode_payload
 from baton.core.channels.handshake import CHALLENGE_BYTES, Dialer, Opening, key_id
@@ -51,7 +51,7 @@ class Engine:
             self.host,
             0,
             lambda port: (f"127.0.0.1:{port}", *self.addresses),
-            Admission(keys, (GATEWAY, PULLER), lambda o, names: self.check(o, names)),
+            AcceptPolicy(keys, (GATEWAY, PULLER), lambda o, names: self.check(o, names)),
             self.secure,
         )
         self.address = f"127.0.0.1:{self.listener.port}"
@@ -355,7 +355,7 @@ def test_another_user_of_the_host_is_turned_away_with_the_key(engine: Engine) ->
 
 def test_a_port_that_is_taken_is_said(engine: Engine) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
-    admits = Admission({}, (GATEWAY,), lambda opening, names: None)
+    admits = AcceptPolicy({}, (GATEWAY,), lambda opening, names: None)
     with pytest.raises(StartupFailed, match="cannot listen"):
         ChannelListener(OTHER, "127.0.0.1", engine.listener.port, lambda port: (), admits)
     assert len(os.listdir("/proc/self/fd")) == num_open
@@ -406,7 +406,7 @@ def test_nothing_is_left_open(is_local: bool) -> None:
 
 def test_a_listener_that_never_started_can_be_closed() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    admits = Admission({}, (GATEWAY,), lambda opening, names: None)
+    admits = AcceptPolicy({}, (GATEWAY,), lambda opening, names: None)
     ChannelListener(OTHER, "127.0.0.1", 0, lambda port: (), admits).close()
     assert len(os.listdir("/proc/self/fd")) <= before
 

@@ -35,7 +35,7 @@ from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, Reservation
 from baton.engine.kv.generations import Generations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.admission import OutputLengthEstimator
-from baton.engine.scheduling.outputs import Load, StepOutput
+from baton.engine.scheduling.outputs import EngineLoad, StepOutput
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 50
@@ -751,12 +751,12 @@ def test_load_and_ledger() -> None:
     engine = new_engine(20, max_held_blocks=8, max_num_seqs=1)
     engine.add(new_request("a", [1] * 20), hold=True)
     engine.add(new_request("b", [2] * 6))
-    assert engine.stats.load() == Load(
+    assert engine.stats.load() == EngineLoad(
         0, 2, waiting_tokens=26, waiting_pairs=231, free_blocks=20, credit_blocks=8, held_blocks=0,
         room_blocks=9, output_tokens=0, mean_output_tokens=0, waiting_by_caller={0: 26},
     )  # fmt: skip
     engine.step()
-    assert engine.stats.load() == Load(
+    assert engine.stats.load() == EngineLoad(
         1, 1, waiting_tokens=10, waiting_pairs=95, free_blocks=15, credit_blocks=3, held_blocks=5,
         room_blocks=9, output_tokens=0, mean_output_tokens=0, waiting_by_caller={0: 10},
     )  # fmt: skip

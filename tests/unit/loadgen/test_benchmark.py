@@ -21,7 +21,7 @@ from baton.core.errors import StartupFailed
 from baton.core.metrics import Slo, TokenTimes
 from baton.loadgen import benchmark
 from baton.loadgen.benchmark import INTERRUPTED, SOME_FAILED
-from baton.loadgen.driver import Usage
+from baton.loadgen.driver import TokenUsage
 from baton.loadgen.generator import Asked, Load
 from baton.loadgen.records import Record
 
@@ -187,7 +187,9 @@ async def test_a_load_that_fails_itself_says_so(tmp_path: Path, loop: tuple[str,
 
 async def test_a_request_that_fails_by_our_own_fault_ends_the_load() -> None:
     class Broken:
-        async def stream(self, content: Any, num_tokens: int) -> AsyncGenerator[int | Usage, None]:
+        async def stream(
+            self, content: Any, num_tokens: int
+        ) -> AsyncGenerator[int | TokenUsage, None]:
             yield 1
             raise RuntimeError("broken")
 

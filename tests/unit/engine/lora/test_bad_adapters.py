@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.core.errors import AdapterRefused
 from baton.engine.lora import adapter_files
 from baton.engine.lora.adapter_files import read_adapter
-from baton.engine.lora.layout import Layout
+from baton.engine.lora.layout import AdapterLayout
 from baton.engine.model.construction.decoder import make_decoder
 from baton.engine.model.model_config import read_model_config
 from baton.engine.model.weights.placement import Placement
@@ -33,9 +33,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def layout_of(base: Path) -> Layout:
+def layout_of(base: Path) -> AdapterLayout:
     placement = Placement(torch.device("meta"), torch.float32)
-    return Layout.of(make_decoder(read_model_config(base, None), placement))
+    return AdapterLayout.of(make_decoder(read_model_config(base, None), placement))
 
 
 def read(folder: Path, base: Path) -> int:

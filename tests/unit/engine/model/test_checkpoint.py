@@ -18,7 +18,7 @@ from baton.core.errors import StartupFailed
 from baton.core.model_dir import resolve_model_dir
 from baton.engine.model.weights.checkpoint import load_weights
 from baton.engine.model.weights.dummy_weights import fill_dummy_weights
-from baton.engine.model.weights.targets import Cut, Target
+from baton.engine.model.weights.targets import TensorCut, WeightTarget
 from baton.engine.model.weights.weight_files import weight_files, weights_bytes, weights_identity
 
 DEMO = resolve_model_dir("demo")
@@ -29,13 +29,13 @@ TENSORS = {
 }
 
 
-def targets() -> dict[str, Target]:
+def targets() -> dict[str, WeightTarget]:
     """A view into a merged matrix, a bfloat16 tensor and a bias."""
     merged = torch.empty(9, 4)
     return {
-        "a.weight": Target(merged[3:6]),
-        "b.weight": Target(torch.empty(5, dtype=torch.bfloat16)),
-        "c.bias": Target(torch.empty(2)),
+        "a.weight": WeightTarget(merged[3:6]),
+        "b.weight": WeightTarget(torch.empty(5, dtype=torch.bfloat16)),
+        "c.bias": WeightTarget(torch.empty(2)),
     }
 
 
@@ -71,10 +71,10 @@ def test_fills_targets_and_reports_each(tmp_path: Path, write: Callable[[Path], 
 def test_reads_the_part_that_is_asked_for(tmp_path: Path, dim: int, start: int, stop: int) -> None:
     whole = TENSORS["a.weight"]
     wanted = whole.narrow(dim, start, stop - start)
-    target = Target(torch.empty(wanted.shape), Cut(dim, start, whole.shape[dim]))
+    target = WeightTarget(torch.empty(wanted.shape), TensorCut(dim, start, whole.shape[dim]))
     load_weights(save(tmp_path), targets() | {"a.weight": target})
     assert torch.equal(target.tensor, wanted)
-    wrong = Target(torch.empty(wanted.shape), Cut(dim, start, whole.shape[dim] + 1))
+    wrong = WeightTarget(torch.empty(wanted.shape), TensorCut(dim, start, whole.shape[dim] + 1))
     with pytest.raises(StartupFailed, match="has shape"):
         load_weights(tmp_path, targets() | {"a.weight": wrong})
 
@@ -176,7 +176,7 @@ def test_identity_does_not_depend_on_where_the_directory_lies(tmp_path: Path) ->
 def test_dummy_weights_are_seeded_by_name() -> None:
     def fill(seed: int, names: list[str]) -> dict[str, torch.Tensor]:
         weights = {name: torch.empty(300, 200) for name in names}
-        fill_dummy_weights({k: Target(v) for k, v in weights.items()}, std=0.1, seed=seed)
+        fill_dummy_weights({k: WeightTarget(v) for k, v in weights.items()}, std=0.1, seed=seed)
         return weights
 
     one, other_order = fill(1, ["a", "b"]), fill(1, ["b", "a"])
@@ -185,11 +185,11 @@ def test_dummy_weights_are_seeded_by_name() -> None:
     assert not torch.equal(one["a"], fill(2, ["a"])["a"])
     assert one["a"].std().item() == pytest.approx(0.1, rel=0.02)
     assert one["a"].mean().item() == pytest.approx(0, abs=0.002)
-    part = Target(torch.empty(300, 50), Cut(1, 120, 200))
+    part = WeightTarget(torch.empty(300, 50), TensorCut(1, 120, 200))
     fill_dummy_weights({"a": part}, std=0.1, seed=1)
     assert torch.equal(part.tensor, one["a"][:, 120:170])
     vectors = {"norm.weight": torch.empty(7), "q.bias": torch.empty(7)}
-    fill_dummy_weights({k: Target(v) for k, v in vectors.items()}, std=0.1, seed=0)
+    fill_dummy_weights({k: WeightTarget(v) for k, v in vectors.items()}, std=0.1, seed=0)
     assert vectors["norm.weight"].eq(1).all() and vectors["q.bias"].eq(0).all()
 
 
@@ -198,7 +198,7 @@ def test_transformers_shards_are_read(tmp_path: Path) -> None:
     assert len(weight_files(tmp_path)) > 2
     state = model.state_dict()
     ours = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-    load_weights(tmp_path, {name: Target(tensor) for name, tensor in ours.items()})
+    load_weights(tmp_path, {name: WeightTarget(tensor) for name, tensor in ours.items()})
     assert all(torch.equal(ours[name], state[name]) for name in state)
     assert set(load_file(weight_files(tmp_path)[0])) < set(state)
 

@@ -25,7 +25,7 @@ from baton.engine.execution.batch import SampledToken
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.costs.step_cost_estimator import StepCostEstimator
 from baton.engine.scheduling.sequence import Sequence, SequenceState
-from baton.engine.speculation.acceptance import Acceptance, Tally
+from baton.engine.speculation.acceptance import Acceptance, AcceptanceRate
 from baton.engine.speculation.lengths import best_lengths
 from baton.engine.speculation.proposer import Context
 from baton.engine.speculation.speculator import Speculator
@@ -74,14 +74,14 @@ def test_the_best_of_all_choices(
 
 
 def test_chances_follow_what_was_accepted() -> None:
-    acceptance, good, bad = Acceptance(3), Tally(), Tally()
+    acceptance, good, bad = Acceptance(3), AcceptanceRate(), AcceptanceRate()
     for _ in range(200):
         acceptance.observe(good, 3, 2)
         acceptance.observe(bad, 3, 0)
     many, few = acceptance.chances([good, bad], [3, 3]).tolist()
     assert many[0] > 0.6 > 0.2 > few[0]
     assert many == sorted(many, reverse=True) and few == sorted(few, reverse=True)
-    assert acceptance.chances([Tally()], [1]).tolist()[0][1:] == [0, 0]
+    assert acceptance.chances([AcceptanceRate()], [1]).tolist()[0][1:] == [0, 0]
 
 
 class _Fixed(StepCostEstimator):

@@ -20,7 +20,7 @@ from baton.core.membership import Member, Role
 from baton.core.request.request import Adapter
 from baton.gateway.adapters import adapter_registry
 from baton.gateway.adapters.adapter_registry import AdapterRegistry
-from baton.gateway.adapters.shared_list import Entry, SharedList
+from baton.gateway.adapters.shared_list import AdapterEntry, SharedList
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.engines.reported_load import ReportedLoad
@@ -173,10 +173,12 @@ async def test_two_that_load_the_same_at_once_both_have_it(monkeypatch: pytest.M
     [
         b"junk" * 400_000,
         SECRET.seal(b"\x00"),
-        SECRET.seal(msgspec.msgpack.encode(("another model", [Entry("x", 1, ONE, "/x")]))),
-        ClusterSecret("another").seal(msgspec.msgpack.encode(("base", [Entry("x", 1, ONE, "/x")]))),
+        SECRET.seal(msgspec.msgpack.encode(("another model", [AdapterEntry("x", 1, ONE, "/x")]))),
+        ClusterSecret("another").seal(
+            msgspec.msgpack.encode(("base", [AdapterEntry("x", 1, ONE, "/x")]))
+        ),
         *(
-            SECRET.seal(msgspec.msgpack.encode(("base", [Entry(*entry)])))
+            SECRET.seal(msgspec.msgpack.encode(("base", [AdapterEntry(*entry)])))
             for entry in (
                 ("base", 1, ONE, "/x"),
                 ("x y", 1, ONE, "/x"),

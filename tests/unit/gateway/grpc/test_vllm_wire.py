@@ -17,7 +17,7 @@ try:
 except (ImportError, VersionError) as error:
     pytest.skip(f"smg-grpc-proto: {error}", allow_module_level=True)
 else:
-    from baton.gateway.grpc.vllm_wire import Answer, request_from_vllm
+    from baton.gateway.grpc.vllm_wire import SampleMessages, request_from_vllm
 
 
 def ask(**sampling: Any) -> Any:
@@ -129,7 +129,7 @@ CHUNKS = (
 
 
 def test_a_stream_ends_with_why() -> None:
-    answer = Answer([1, 2, 3], is_stream=True)
+    answer = SampleMessages([1, 2, 3], is_stream=True)
     first, second, last = [message for chunk in CHUNKS for message in answer.messages(chunk)]
     assert (list(first.chunk.token_ids), first.chunk.completion_tokens) == ([7], 1)
     assert (list(second.chunk.token_ids), second.chunk.completion_tokens) == ([8, 9], 2)
@@ -141,20 +141,20 @@ def test_a_stream_ends_with_why() -> None:
 
 def test_a_stop_id_is_told_as_one() -> None:
     chunk = OutputChunk("", (9,), 0, result(matched_stop=9))
-    (message,) = Answer([1], is_stream=False).messages(chunk)
+    (message,) = SampleMessages([1], is_stream=False).messages(chunk)
     assert message.complete.WhichOneof("matched_stop") == "matched_token_id"
     assert message.complete.matched_token_id == 9
 
 
 def test_without_a_stream_there_is_one_message() -> None:
-    answer = Answer([1, 2, 3], is_stream=False)
+    answer = SampleMessages([1, 2, 3], is_stream=False)
     (message,) = [message for chunk in CHUNKS for message in answer.messages(chunk)]
     assert list(message.complete.output_ids) == [7, 8, 9]
     assert message.complete.completion_tokens == 3
 
 
 def test_scores_stand_beside_their_tokens() -> None:
-    answer = Answer([1, 2, 3], is_stream=False)
+    answer = SampleMessages([1, 2, 3], is_stream=False)
     (message,) = [message for chunk in CHUNKS for message in answer.messages(chunk)]
     output, given = message.complete.output_logprobs, message.complete.input_logprobs
     assert list(output.token_ids) == [7, 8, 9]

@@ -28,9 +28,9 @@ from baton.gateway.engines.reported_load import ReportedLoad
 from baton.gateway.moves import mover
 from baton.gateway.moves.choice import BROKEN, KEPT, EngineSteps, Running, choose_moves
 from baton.gateway.moves.mover import RequestMover, movable_by_engine
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Blocked, EngineOutput
 from baton.gateway.request.session import Session
+from baton.gateway.request.session_output import SessionOutput
 from baton.gateway.request.session_table import SessionTable
 from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.validation.validation import ValidatedRequest
@@ -141,7 +141,7 @@ class World:
         params = SamplingParams(**{"max_tokens": 500, **sampling})  # type: ignore[arg-type]
         request = ValidatedRequest(column((1,) * 1000), params, "label")
         return Session(
-            Answer(request_id, request, Letters().step, FakeSink(), self.clock, 0),
+            SessionOutput(request_id, request, Letters().step, FakeSink(), self.clock, 0),
             deadline_s=1e3,
             router=PromptRouter(self.table, request),
             entropy=FakeEntropy(),

@@ -22,7 +22,7 @@ from baton.gateway.promises.promises import (
     EnginePromise,
     GoodShares,
     Mix,
-    Target,
+    PromiseTarget,
     choose_num_pure,
     plan_moves,
 )
@@ -31,7 +31,7 @@ from baton.gateway.promises.promises import (
 # whose weights take half of a step that keeps the promise.
 COST = StepCost(0.0046, (*(0.0,) * 6, 7.2e-6, *(20.6e-6,) * 3), 9e-10, 3.2e-8, max_rows=8192)
 LARGE = replace(COST, base_s=0.012)
-TARGET = Target(0.024, 1.0, 8192)
+TARGET = PromiseTarget(0.024, 1.0, 8192)
 
 
 def mix(prompt_tokens: float, output_tokens: float, per_s: float, num: float | None = None) -> Mix:
@@ -68,7 +68,7 @@ def test_a_load_that_stays_keeps_what_it_chose_though_chance_brings_less() -> No
     """The decodes fit on one engine, and full steps give first tokens sooner: the choice survives
     random dips of the prompt rate."""
     cost = replace(COST, base_s=0.0041, key_s=3.5e-8, mixed_s=0.7e-3, mixed_pair_s=1e-9)
-    target = Target(0.0125, 0.5, 2048)
+    target = PromiseTarget(0.0125, 0.5, 2048)
     streams = Mix(5000, 33_000, 6700, 2200, 100)
     assert choose_num_pure(cost, streams, target, 1, 1, 0) == 1
     for part in (1.2, 1.0, 0.9, 0.8):
@@ -134,7 +134,7 @@ def test_full_steps_are_those_of_whole_prompts(prompt_tokens: int) -> None:
             step = step.with_prompt(min(chunk, prompt_tokens), context)
         seconds += COST.seconds(step)
     wanted = mix(prompt_tokens, 256, 4)
-    per_s = promises._pure_tokens_per_s(COST, wanted, Target(0.024, 1.0, chunk))
+    per_s = promises._pure_tokens_per_s(COST, wanted, PromiseTarget(0.024, 1.0, chunk))
     assert per_s == pytest.approx(max(prompt_tokens, chunk) / seconds, rel=0.01)
 
 
@@ -149,16 +149,19 @@ loads = st.builds(
 )  # fmt: skip
 costs = st.sampled_from([COST, LARGE])
 targets = st.builds(
-    Target, st.sampled_from([0.0144, 0.024, 0.048]), st.sampled_from([0.5, 2.0]), st.just(2048)
+    PromiseTarget,
+    st.sampled_from([0.0144, 0.024, 0.048]),
+    st.sampled_from([0.5, 2.0]),
+    st.just(2048),
 )
 _FEW = Mix(8192, 2.5 * 8192, 2.5 * 16, 8200, num_prompts=2)
 
 
 @given(costs, targets, loads, st.integers(1, 6), st.integers(1, 6), st.integers(0, 6))
-@example(LARGE, Target(0.0144, 2.0, 2048), _FEW, 1, 1, 0)
-@example(LARGE, Target(0.0144, 2.0, 2048), mix(8192, 64, 7.0), 2, 2, 0)
+@example(LARGE, PromiseTarget(0.0144, 2.0, 2048), _FEW, 1, 1, 0)
+@example(LARGE, PromiseTarget(0.0144, 2.0, 2048), mix(8192, 64, 7.0), 2, 2, 0)
 def test_the_same_load_moves_nothing_to_and_fro(
-    cost: StepCost, target: Target, load: Mix, num_movable: int, num_others: int, now: int
+    cost: StepCost, target: PromiseTarget, load: Mix, num_movable: int, num_others: int, now: int
 ) -> None:
     share = GoodShares(cost, load, target, num_movable + num_others).share(min(now, num_movable))
     assert 0 <= share <= 1

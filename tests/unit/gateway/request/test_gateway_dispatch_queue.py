@@ -19,10 +19,10 @@ from baton.core.membership import Role
 from baton.core.request.request import FinishReason
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.step_shape import StepShape
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import Blocked, Demand, EngineOutput, MustWait, Route
 from baton.gateway.request.session import Session
+from baton.gateway.request.session_output import SessionOutput
 from baton.gateway.request.session_table import SessionTable
 from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.validation.validation import ValidatedRequest
@@ -139,7 +139,7 @@ class Rig:
             bytes(num_tokens), SamplingParams(max_tokens=3), name, caller_id=caller_id
         )
         self.sessions[name] = Session(
-            Answer(name, request, Letters().step, self.sinks[name], self.clock, 0),
+            SessionOutput(name, request, Letters().step, self.sinks[name], self.clock, 0),
             deadline_s=60.0,
             router=self.router,
             entropy=FakeEntropy(),

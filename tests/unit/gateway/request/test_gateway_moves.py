@@ -18,7 +18,6 @@ from baton.core.errors import EngineFailed, PromiseRefused
 from baton.core.request.request import FinishReason, TokenLogprobs
 from baton.core.request.sampling_params import RequestOptions, SamplingParams
 from baton.gateway.moves.mover import begin_move, movable_from
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import EngineOutput, Route
 from baton.gateway.request.move import (
     CATCH_UP_S,
@@ -27,6 +26,7 @@ from baton.gateway.request.move import (
     MOVE_EVERY_S,
 )
 from baton.gateway.request.session import Session
+from baton.gateway.request.session_output import SessionOutput
 from baton.gateway.request.setbacks import SessionLimits, engine_lost
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -45,7 +45,7 @@ class Rig:
         self.max_tokens = max_tokens
         params = SamplingParams(max_tokens=max_tokens, seed=9, **sampling)
         self.session = Session(
-            Answer(
+            SessionOutput(
                 "r",
                 ValidatedRequest(PROMPT, params, "label"),
                 Letters().step,

@@ -14,11 +14,11 @@ from fakes.gateway.step_outputs import give
 from baton.core.errors import BatonError, Cancelled, EngineFailed, NodeLost, Unavailable
 from baton.core.request.request import FinishReason, TokenLogprobs
 from baton.core.request.sampling_params import RequestOptions, SamplingParams
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Demand, EngineOutput
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.request.prompt_scores import PromptScores
 from baton.gateway.request.session import Session
+from baton.gateway.request.session_output import SessionOutput
 from baton.gateway.request.setbacks import SessionLimits, engine_lost
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
@@ -48,7 +48,7 @@ class Rig:
     def _session(self, index: int, siblings: Any = ()) -> Session:
         request = ValidatedRequest(PROMPT, self.params, "label", RequestOptions(n=3))
         return Session(
-            Answer(f"r{index}", request, Letters().step, self, self.clock, 0, index),
+            SessionOutput(f"r{index}", request, Letters().step, self, self.clock, 0, index),
             deadline_s=60.0,
             router=self.router,
             entropy=FakeEntropy(),

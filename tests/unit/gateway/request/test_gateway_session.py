@@ -29,9 +29,9 @@ from baton.core.errors import (
 from baton.core.request.request import FinishReason
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.timeline import TERMINAL, Event, Stamp
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Blocked, EngineOutput, TransferSummary
 from baton.gateway.request.session import Session
+from baton.gateway.request.session_output import SessionOutput
 from baton.gateway.request.setbacks import SessionLimits, engine_lost, unfinished_run
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -56,7 +56,7 @@ class Rig:
         )
         sampling = SamplingParams(max_tokens=max_tokens, seed=9, stop=stop)
         self.session = Session(
-            Answer(
+            SessionOutput(
                 "r",
                 ValidatedRequest(PROMPT, sampling, "label"),
                 Letters().step,

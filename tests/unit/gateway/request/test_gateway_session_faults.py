@@ -23,9 +23,9 @@ from baton.core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
 from baton.core.request.request import FinishReason, Request, Ticket
 from baton.core.request.sampling_params import SamplingParams
 from baton.core.request.timeline import TERMINAL
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import EngineOutput, TransferSummary
 from baton.gateway.request.session import Session
+from baton.gateway.request.session_output import SessionOutput
 from baton.gateway.request.setbacks import SessionLimits, engine_lost
 from baton.gateway.validation.validation import ValidatedRequest
 
@@ -106,7 +106,7 @@ class SessionMachine(RuleBasedStateMachine):
             self.add(self.router.decode)
         sampling = SamplingParams(max_tokens=max_tokens, stop=stop)
         self.session = Session(
-            Answer(
+            SessionOutput(
                 "r",
                 ValidatedRequest((1, 2), sampling, ""),
                 Letters().step,

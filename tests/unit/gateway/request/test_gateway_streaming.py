@@ -15,10 +15,10 @@ from baton.core.errors import BatonError, Cancelled, Overloaded
 from baton.core.ports import Clock
 from baton.core.request.request import FinishReason
 from baton.core.request.sampling_params import SamplingParams
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import EngineOutput
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.request.session import Session
+from baton.gateway.request.session_output import SessionOutput
 from baton.gateway.request.session_table import SessionTable
 from baton.gateway.request.setbacks import SessionLimits
 from baton.gateway.validation.validation import ValidatedRequest
@@ -141,7 +141,7 @@ def session(
     clock = Clock()
     prefill, decode = map(FakeLink, engines)
     return Session(
-        Answer(
+        SessionOutput(
             name,
             ValidatedRequest((1,), SamplingParams(max_tokens=max_tokens), "label"),
             step,

@@ -15,9 +15,9 @@ from fakes.gateway.step_outputs import give
 from baton.core.errors import EngineFailed, HandoffFailed, NodeLost, TrialRefused, Unavailable
 from baton.core.request.request import FinishReason
 from baton.core.request.sampling_params import SamplingParams
-from baton.gateway.request.answer import Answer
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route
 from baton.gateway.request.session import Session
+from baton.gateway.request.session_output import SessionOutput
 from baton.gateway.request.setbacks import SessionLimits, engine_lost
 from baton.gateway.request.suspects import LATE_S, Suspects
 from baton.gateway.validation.validation import ValidatedRequest
@@ -122,7 +122,7 @@ class Cluster:
         self.sinks[request_id] = FakeSink()
         suspects = self.others if is_others else self.suspects
         session = self.sessions[request_id] = Session(
-            Answer(
+            SessionOutput(
                 request_id,
                 ValidatedRequest((1, 2, 3), SamplingParams(max_tokens=MAX_TOKENS), ""),
                 Letters().step,

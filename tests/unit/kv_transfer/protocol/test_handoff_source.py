@@ -30,7 +30,7 @@ from baton.core.errors import (
 )
 from baton.engine.kv.block_pool import BlockRefs
 from baton.kv_transfer.protocol.events import (
-    Chunk,
+    ChunkReady,
     Offered,
     PeerLinked,
     PeerLost,
@@ -89,16 +89,16 @@ class World:
         return self.feed(Offered(ticket(1), "key", DEADLINE_S))
 
     def launch(self, first: int, last: int, step: int) -> list[SourceEffect]:
-        return self.feed(Chunk(T, refs(HASHES, first, last), 4 * last, step=step))
+        return self.feed(ChunkReady(T, refs(HASHES, first, last), 4 * last, step=step))
 
     def computed(self, last: int) -> list[SourceEffect]:
         """A launched chunk has completed."""
         state = STATE if last == NUM_BLOCKS else None
-        return self.feed(Chunk(T, BlockRefs(), 4 * last, state))
+        return self.feed(ChunkReady(T, BlockRefs(), 4 * last, state))
 
     def chunk(self, first: int, last: int) -> list[SourceEffect]:
         state = STATE if last == NUM_BLOCKS else None
-        return self.feed(Chunk(T, refs(HASHES, first, last), 4 * last, state))
+        return self.feed(ChunkReady(T, refs(HASHES, first, last), 4 * last, state))
 
     def hold(self) -> None:
         """Offer, attach and compute a prompt, so that its lease runs."""
@@ -228,7 +228,7 @@ def test_one_renew_renews_all(world: World) -> None:
     world.hold()
     world.feed(Offered(ticket(2), "key2", DEADLINE_S))
     world.hear(Attach(ticket(2).transfer_id))
-    world.feed(Chunk(ticket(2).transfer_id, refs(HASHES, 0, 3), 12, STATE))
+    world.feed(ChunkReady(ticket(2).transfer_id, refs(HASHES, 0, 3), 12, STATE))
     for _ in range(5):
         assert world.wait(LEASE_S * 0.9) == []
         assert world.hear(Renew((T, ticket(2).transfer_id))) == []
@@ -352,7 +352,7 @@ def test_an_offer_may_wait_for_its_pullers_first_link() -> None:
     source.handle(PeerLinked(PULLER))
     source.handle(PeerMessage(PULLER, hello(PULLER)))
     source.handle(PeerMessage(PULLER, Attach(T)))
-    assert source.handle(Chunk(T, refs(HASHES, 0, 3), 12, STATE))
+    assert source.handle(ChunkReady(T, refs(HASHES, 0, 3), 12, STATE))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from baton.cli.host.certs import make_certificates
 from baton.core.channels.addresses import host_id
 from baton.core.channels.admission import PULLER
 from baton.core.channels.channel import Channel
-from baton.core.channels.channel_listener import Admission, ChannelListener
+from baton.core.channels.channel_listener import AcceptPolicy, ChannelListener
 from baton.core.channels.engine_tls import EngineTls
 from baton.core.channels.handshake import Opening, key_id
 from baton.core.errors import PermissionDenied
@@ -52,7 +52,7 @@ class PlayedSource:
             "127.0.0.1",
             0,
             lambda port: (f"127.0.0.1:{port}",),
-            Admission({key_id(KEY): KEY}, (PULLER,), self._check),
+            AcceptPolicy({key_id(KEY): KEY}, (PULLER,), self._check),
             secure,  # type: ignore[arg-type]
         )
         self.listener.start(lambda opening, channel: self.accepted.put(channel))
@@ -355,7 +355,7 @@ def test_close_ends_all_threads_and_whoever_comes_late(
             assert may_pass.wait(10.0)
 
         monkeypatch.setattr(
-            slow.listener, "_admission", Admission({key_id(KEY): KEY}, (PULLER,), check)
+            slow.listener, "_admission", AcceptPolicy({key_id(KEY): KEY}, (PULLER,), check)
         )
         world.list(refused, linked)
         world.next_link(linked)

@@ -19,7 +19,7 @@ GATEWAY = "gateway"
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
+class SessionOutput:
     """The output of one session. `step`: see TextStream; `output_ids`: the tokens so far;
     `matched_stop`: the stop string or stop token id that ended them; `transfer`: the hand-off of
     their KV, once it is over."""
