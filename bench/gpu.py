@@ -422,9 +422,9 @@ def main(argv: list[str]) -> int:
         num_bytes = write_checkpoint(folder, runner.model)
         runner.close()
         torch.cuda.empty_cache()
-        started, said = start_up(folder, num_bytes, arguments.attention_backend)
+        started, output = start_up(folder, num_bytes, arguments.attention_backend)
         figures += started
-        notes += [note for one in said for note in one]
+        notes += [note for one in output for note in one]
     print(table(figures))
     result = {
         "gpu": torch.cuda.get_device_name(),

@@ -151,7 +151,7 @@ class Shell:
             if entry.startswith("/"):
                 self._command(entry)
             elif entry.strip():
-                self._ask(entry)
+                self._send(entry)
 
     def _read_entry(self) -> str:
         lines = [self._read("> ")]
@@ -191,21 +191,21 @@ class Shell:
         # The gateway checks ranges: its error contains the allowed one.
         self._params = {**self._params, arguments[0]: value}  # type: ignore[misc]
 
-    def _ask(self, entry: str) -> None:
+    def _send(self, entry: str) -> None:
         """Generate and show. The output joins the conversation unless the request fails."""
-        said = self._conversation
+        history = self._conversation
         answer = ""
         try:
-            stream = self._generate(said.prompt(entry), {**self._params, **said.params})
+            stream = self._generate(history.prompt(entry), {**self._params, **history.params})
             with _ctrl_c(stream.cancel):
                 for chunk in stream:
                     self._write(chunk.text)
                     answer += chunk.text
             self._last = stream.result
-            said.answered(entry, answer)
+            history.answered(entry, answer)
             self._write("\n")
         except Cancelled:
-            said.answered(entry, answer)
+            history.answered(entry, answer)
             self._write("\n[cancelled]\n")
         except BatonError as error:
             self._write(f"\n[{error.code}: {error.message}]\n")

@@ -62,7 +62,7 @@ class NodeAddress:
 
 # Requests a node's directory entries, after it has proven the cluster's key. Raises BatonError if
 # there is no response in time.
-AskNode = Callable[[NodeAddress], Awaitable[Sequence[bytes]]]
+FetchMembers = Callable[[NodeAddress], Awaitable[Sequence[bytes]]]
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class KnownNodes:
 
     _inner: Directory
     _roles: Collection[Role]
-    _ask: AskNode
+    _fetch: FetchMembers
     _secret: ClusterSecret
     _clock: Clock
     _sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -170,7 +170,7 @@ class KnownNodes:
     async def _call_one(self, node: NodeAddress, gate: asyncio.Semaphore) -> None:
         try:
             async with gate:
-                entries = await self._ask(node)
+                entries = await self._fetch(node)
             members = tuple(self._believed(entry, node) for entry in entries[:_MAX_ENGINES])
         except (BatonError, BadEntry) as error:
             log.debug("no answer of %s: %s", node.address, error)
@@ -232,10 +232,10 @@ def answer_with(members: Iterable[Member], secret: ClusterSecret) -> node_pb2.Ge
     return node_pb2.GetMembersResponse(entries=[encode_entry(each, secret) for each in entries])
 
 
-async def ask_members(
+async def fetch_members(
     secret: ClusterSecret, tls: ClusterTls | None, node: NodeAddress
 ) -> Sequence[bytes]:
-    """`AskNode` over gRPC. Raises Unauthenticated, NodeLost."""
+    """`FetchMembers` over gRPC. Raises Unauthenticated, NodeLost."""
     async with open_channel(node.address, tls, node.role.value, _OPTIONS) as channel:
         stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
         call = stub.GetMembers(timeout=_ANSWER_S)

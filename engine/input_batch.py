@@ -31,7 +31,7 @@ _ROW = np.dtype(
     [
         *((name, np.int64) for name in ("start", "place", "block")),
         *(("key", np.uint64), ("draws", bool), ("temperature", np.float64)),
-        *(("is_special", bool), ("is_asking", bool), ("adds", bool)),
+        *(("is_special", bool), ("has_alternatives", bool), ("adds", bool)),
     ]
 )
 
@@ -109,7 +109,7 @@ class InputBatch:
             block_tables=[one.block_ids for one in sequences],
             adapter_slots=[one.adapter_slot for one in sequences],
             special=np.flatnonzero(rows["is_special"]).tolist(),
-            asking=np.flatnonzero(rows["is_asking"]).tolist(),
+            alternatives=np.flatnonzero(rows["has_alternatives"]).tolist(),
         )
 
     def _launch_slice(
@@ -140,7 +140,7 @@ class InputBatch:
         sequence.num_launched_tokens = end
         targets: Row[int] = ()
         first_target = num_top = 0
-        if is_prompt and sequence.owes_prompt_logprobs:
+        if is_prompt and sequence.needs_prompt_logprobs:
             first = max(start + 1, sequence.next_prompt_logprob)
             targets = sequence.request.prompt_token_ids[first : end + 1]
             first_target = first - start - 1
@@ -189,5 +189,5 @@ def _row_of(sequence: Sequence) -> tuple[Any, ...]:
     params, key = sequence.sampling, sequence.sample_key
     drawn = (key or 0, key is not None, params.temperature)
     adds = sequence.adds_to_specs
-    is_special, is_asking = not adds and needs_more_than_noise(params), bool(params.logprobs)
-    return (sequence.num_launched_tokens - 1, -1, 0, *drawn, is_special, is_asking, adds)
+    is_special, has_alternatives = not adds and needs_more_than_noise(params), bool(params.logprobs)
+    return (sequence.num_launched_tokens - 1, -1, 0, *drawn, is_special, has_alternatives, adds)

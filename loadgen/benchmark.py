@@ -30,7 +30,7 @@ from ..core.version import version
 from . import plots, prompts
 from .driver import TokenUsage
 from .figures import ReportWindow, row, spread, targets, tbt_samples
-from .generator import Asked, Load
+from .generator import Load, PlannedRequest
 from .prompts import PromptShape
 from .records import Record
 from .target import Reached, Target, reached
@@ -73,10 +73,10 @@ class Outcome:
 
 async def run(plan: BenchmarkPlan) -> int:
     """Measure, print, write. Returns 0, SOME_FAILED or INTERRUPTED; raises StartupFailed."""
-    asked = prompts.asked(plan.shape)
+    requests = prompts.requests(plan.shape)
     if plan.target.endpoint == "completions" and plan.shape.dataset == "jsonl":
-        asked = _texts_alone(asked)
-    first = next(asked)
+        requests = _texts_alone(requests)
+    first = next(requests)
     if plan.shape.dataset == "token-ids" and plan.target.endpoint != "completions":
         raise StartupFailed("token ids are no chat", hint="--endpoint completions, or words")
     async with reached(plan.target, first) as target:
@@ -85,8 +85,8 @@ async def run(plan: BenchmarkPlan) -> int:
                 "warning: the target counts no tokens (no usage): each piece of text counts as one",
                 file=sys.stderr,
             )
-        await _warm_up(plan, target, asked)
-        outcome = await _load(plan, target, asked)
+        await _warm_up(plan, target, requests)
+        outcome = await _load(plan, target, requests)
     summary = summarise(plan, outcome, target.model, target.usage)
     text = table(summary)
     print(text)
@@ -96,16 +96,18 @@ async def run(plan: BenchmarkPlan) -> int:
     return SOME_FAILED if summary["num_failed"] else 0
 
 
-def _texts_alone(asked: Iterator[Asked]) -> Iterator[Asked]:
-    for one in asked:
+def _texts_alone(requests: Iterator[PlannedRequest]) -> Iterator[PlannedRequest]:
+    for one in requests:
         if not isinstance(one.content, str):
             raise StartupFailed("messages are no prompt of /v1/completions", hint="--endpoint chat")
         yield one
 
 
-async def _warm_up(plan: BenchmarkPlan, target: Reached, asked: Iterator[Asked]) -> None:
+async def _warm_up(
+    plan: BenchmarkPlan, target: Reached, requests: Iterator[PlannedRequest]
+) -> None:
     load = Load(target.driver, time.monotonic(), is_exact=False)
-    many = islice(asked, plan.num_warmups)
+    many = islice(requests, plan.num_warmups)
     await load.closed_loop(many, _concurrency(plan), math.inf, math.inf, _GROUP)
     failed = [record.error for record in load.records if record.error]
     if failed and len(failed) == len(load.records):
@@ -117,7 +119,9 @@ def _concurrency(plan: BenchmarkPlan) -> int:
     return int(min(plan.concurrency, plan.num_requests))
 
 
-async def _load(plan: BenchmarkPlan, target: Reached, asked: Iterator[Asked]) -> Outcome:
+async def _load(
+    plan: BenchmarkPlan, target: Reached, requests: Iterator[PlannedRequest]
+) -> Outcome:
     most = None if math.isinf(plan.num_requests) else int(plan.num_requests)
     with tqdm(total=most, desc="Requests", unit="req", disable=None) as bar:
 
@@ -125,7 +129,7 @@ async def _load(plan: BenchmarkPlan, target: Reached, asked: Iterator[Asked]) ->
             bar.update()
 
         load = Load(target.driver, time.monotonic(), is_exact=plan.is_exact, on_end=ended)
-        many = islice(asked, most)
+        many = islice(requests, most)
         if plan.rate_per_s is None:
             work = load.closed_loop(many, _concurrency(plan), plan.duration_s, plan.drain_s, _GROUP)
         else:

@@ -23,7 +23,7 @@ _FAILED_S = 0.01  # a stream that fails at once must not spin
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlannedRequest:
     """One request. `num_prompt_tokens`: as far as it is known before."""
 
     content: Content
@@ -49,43 +49,50 @@ class Load:
     def now_s(self) -> float:
         return time.monotonic() - self.start_s
 
-    async def send_at(self, at_s: float, asked: Asked, group: str) -> None:
+    async def send_at(self, at_s: float, request: PlannedRequest, group: str) -> None:
         await self._sleep_until(at_s)
-        await self._send(group, at_s, asked)
+        await self._send(group, at_s, request)
 
-    async def one_by_one(self, asked: Iterator[Asked], end_s: float, group: str) -> None:
+    async def one_by_one(
+        self, requests: Iterator[PlannedRequest], end_s: float, group: str
+    ) -> None:
         """Send the next request when the one before it ends, until `end_s` or the last."""
         await self._sleep_until(0.0)
-        while self.now_s < end_s and (one := next(asked, None)) is not None:
+        while self.now_s < end_s and (one := next(requests, None)) is not None:
             await self._send(group, self.now_s, one)
 
     async def closed_loop(
-        self, asked: Iterator[Asked], concurrency: int, end_s: float, drain_s: float, group: str
+        self,
+        requests: Iterator[PlannedRequest],
+        concurrency: int,
+        end_s: float,
+        drain_s: float,
+        group: str,
     ) -> None:
         """`concurrency` requests at any time until `end_s`, then up to `drain_s` for the last."""
         async with cancelled_at_the_end() as tasks:
             for _ in range(concurrency):
-                tasks.append(asyncio.create_task(self.one_by_one(asked, end_s, group)))
+                tasks.append(asyncio.create_task(self.one_by_one(requests, end_s, group)))
             await wait(tasks, _until(end_s + drain_s - self.now_s))
 
     async def open_loop(
-        self, asked: Iterator[Asked], due_s: Iterator[float], drain_s: float, group: str
+        self, requests: Iterator[PlannedRequest], due_s: Iterator[float], drain_s: float, group: str
     ) -> None:
         """One request at each of `due_s`, then up to `drain_s` for the last."""
         async with cancelled_at_the_end() as tasks:
-            for at_s, one in zip(due_s, asked, strict=False):
+            for at_s, one in zip(due_s, requests, strict=False):
                 await self._sleep_until(at_s)
                 tasks.append(asyncio.create_task(self._send(group, at_s, one)))
             await asyncio.sleep(0)  # the last one is sent, and has all of the time
             await wait(tasks, _until(drain_s))
 
-    async def _send(self, group: str, due_s: float, asked: Asked) -> None:
-        record = Record(group, due_s, asked.num_prompt_tokens, asked.num_output_tokens)
+    async def _send(self, group: str, due_s: float, request: PlannedRequest) -> None:
+        record = Record(group, due_s, request.num_prompt_tokens, request.num_output_tokens)
         self.records.append(record)
         record.sent_s = self.now_s
         usage = None
         try:
-            stream = self.driver.stream(asked.content, asked.num_output_tokens)
+            stream = self.driver.stream(request.content, request.num_output_tokens)
             async with aclosing(stream) as counts:
                 async for count in counts:
                     if isinstance(count, TokenUsage):
@@ -96,8 +103,8 @@ class Load:
                 record.count_as(usage.num_prompt_tokens, usage.num_output_tokens)
             if not record.token_s:
                 record.error = "no tokens"
-            elif self.is_exact and len(record.token_s) != asked.num_output_tokens:
-                record.error = f"{len(record.token_s)} of {asked.num_output_tokens} tokens"
+            elif self.is_exact and len(record.token_s) != request.num_output_tokens:
+                record.error = f"{len(record.token_s)} of {request.num_output_tokens} tokens"
         except DriverError as error:
             record.error = str(error)
             await asyncio.sleep(_FAILED_S)

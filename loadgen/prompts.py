@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import StartupFailed
-from .generator import Asked
+from .generator import PlannedRequest
 
 _FIRST_ID = 3  # special ids are low in most vocabularies
 _LETTERS = "aeiou", "bcdfghklmnprstvw"
@@ -45,7 +45,7 @@ class PromptShape:
     count: Callable[[str], int] | None = None
 
 
-def asked(shape: PromptShape) -> Iterator[Asked]:
+def requests(shape: PromptShape) -> Iterator[PlannedRequest]:
     """Requests without end; those of a file in a drawn order, again and again.
 
     Raises StartupFailed for a file that cannot be used.
@@ -88,12 +88,12 @@ class _Drawn:
         self._prefix_ids = self._ids(shape.shared_prefix_len)
         self._prefix = self._text(shape.shared_prefix_len)
 
-    def of(self, input_len: int, output_len: int) -> Asked:
+    def of(self, input_len: int, output_len: int) -> PlannedRequest:
         whole = input_len + self._shape.shared_prefix_len
         if self._shape.dataset == "token-ids":
-            return Asked([*self._prefix_ids, *self._ids(input_len)], whole, output_len)
+            return PlannedRequest([*self._prefix_ids, *self._ids(input_len)], whole, output_len)
         text = " ".join(part for part in (self._prefix, self._text(input_len)) if part)
-        return Asked(text, whole, output_len)
+        return PlannedRequest(text, whole, output_len)
 
     def _ids(self, length: int) -> list[int]:
         size = self._shape.vocab_size
@@ -128,7 +128,7 @@ def _lengths(shape: PromptShape, rng: random.Random) -> tuple[int, int]:
     return drawn(shape.input_len), drawn(shape.output_len)
 
 
-def _from_file(shape: PromptShape, rng: random.Random) -> list[Asked]:
+def _from_file(shape: PromptShape, rng: random.Random) -> list[PlannedRequest]:
     assert shape.path is not None
     read = {"sharegpt": _conversation, "lengths": _drawn_length, "jsonl": _line}[shape.dataset]
     drawn = _Drawn(shape, rng)
@@ -159,15 +159,15 @@ def _entries(path: Path) -> Sequence[Any]:
         raise StartupFailed(f"{path} is no JSON, nor JSON lines: {error}") from error
 
 
-def _conversation(entry: Mapping[str, Any], shape: PromptShape, _: _Drawn) -> Asked | None:
+def _conversation(entry: Mapping[str, Any], shape: PromptShape, _: _Drawn) -> PlannedRequest | None:
     turns = [str(turn["value"]) for turn in entry["conversations"]]
     if len(turns) < 2 or not turns[0].strip() or not turns[1].strip():
         return None
     count = shape.count or (lambda text: len(text.split()))
-    return Asked(turns[0], count(turns[0]), max(1, count(turns[1])))
+    return PlannedRequest(turns[0], count(turns[0]), max(1, count(turns[1])))
 
 
-def _drawn_length(entry: Mapping[str, Any], shape: PromptShape, drawn: _Drawn) -> Asked:
+def _drawn_length(entry: Mapping[str, Any], shape: PromptShape, drawn: _Drawn) -> PlannedRequest:
     return drawn.of(_length(entry, _INPUT_NAMES), _length(entry, _OUTPUT_NAMES))
 
 
@@ -178,7 +178,7 @@ def _length(entry: Mapping[str, Any], names: Sequence[str]) -> int:
     return value
 
 
-def _line(entry: Mapping[str, Any], shape: PromptShape, _: _Drawn) -> Asked:
+def _line(entry: Mapping[str, Any], shape: PromptShape, _: _Drawn) -> PlannedRequest:
     content = entry.get("messages") or entry["prompt"]
     is_chat = isinstance(content, list) and all(isinstance(one, dict) for one in content)
     if not content or not (isinstance(content, str) or is_chat):
@@ -186,4 +186,4 @@ def _line(entry: Mapping[str, Any], shape: PromptShape, _: _Drawn) -> Asked:
     has_length = any(name in entry for name in _OUTPUT_NAMES)
     length = _length(entry, _OUTPUT_NAMES) if has_length else shape.output_len
     text = content if isinstance(content, str) else json.dumps(content)
-    return Asked(content, shape.count(text) if shape.count else len(text.split()), length)
+    return PlannedRequest(content, shape.count(text) if shape.count else len(text.split()), length)

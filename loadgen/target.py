@@ -14,7 +14,7 @@ import aiohttp
 
 from ..core.errors import StartupFailed
 from .driver import DriverError, TokenUsage
-from .generator import Asked
+from .generator import PlannedRequest
 from .openai_driver import CHAT, COMPLETIONS, HttpError, OpenAiDriver, Unreachable, session
 
 # One after the other, for servers that refuse what is not OpenAI's.
@@ -52,7 +52,7 @@ class Reached:
 
 
 @asynccontextmanager
-async def reached(target: Target, first: Asked) -> AsyncIterator[Reached]:
+async def reached(target: Target, first: PlannedRequest) -> AsyncIterator[Reached]:
     """Send `first`, with the fields that the server takes. Raises StartupFailed."""
     if not target.base_url.startswith(("http://", "https://")):
         raise StartupFailed(
@@ -78,7 +78,7 @@ async def reached(target: Target, first: Asked) -> AsyncIterator[Reached]:
             return
 
 
-async def _first_answer(driver: OpenAiDriver, first: Asked) -> TokenUsage | None:
+async def _first_answer(driver: OpenAiDriver, first: PlannedRequest) -> TokenUsage | None:
     usage, num_tokens = None, 0
     async with aclosing(driver.stream(first.content, first.num_output_tokens)) as counts:
         async for count in counts:

@@ -31,7 +31,7 @@ _BUSY = (429, 500, 502, 503, 504)  # statuses to retry
 _REFUSED = (401, 403)  # statuses that do not depend on the request
 _MAX_TRIES = 30
 _MAX_RETRY_S = 30.0
-_SAID_CHARS = 300  # of a response, in an error message
+_ERROR_CHARS = 300  # of a response, in an error message
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class _Run:
                     if status not in (*_BUSY, *_REFUSED):
                         body = json.loads(await response.read())
                         return line.result(status, body.get("id", ""), body)
-                    said = (await response.text())[:_SAID_CHARS]
+                    message = (await response.text())[:_ERROR_CHARS]
             except (aiohttp.ClientError, ValueError, AttributeError, OSError) as error:
                 whom = self._batch.url or "the local engine"
                 why = getattr(error, "strerror", None) or error  # shorter than aiohttp's message
@@ -139,4 +139,4 @@ class _Run:
             if status in _REFUSED or number == _MAX_TRIES:
                 break
             await asyncio.sleep(min(float(wait) if wait.isdecimal() else 1.0, _MAX_RETRY_S))
-        raise Unavailable(f"{line.key}: {line.url} was answered with {status}: {said}")
+        raise Unavailable(f"{line.key}: {line.url} was answered with {status}: {message}")

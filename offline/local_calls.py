@@ -99,7 +99,7 @@ class LocalCall:
 class LocalCalls:
     """Use from the event loop on which `begin` is called."""
 
-    heard_s = math.inf  # the engine is in this process
+    reported_s = math.inf  # the engine is in this process
 
     def __init__(self, local: LocalEngine, model: ServedModel) -> None:
         self.model = model

@@ -44,12 +44,12 @@ NUM_BLOCKS, LAYOUT = peer.NUM_BLOCKS, peer.LAYOUT
 
 @dataclass
 class Source:
-    """The process that owns the pool. `said`: its line when it was ready."""
+    """The process that owns the pool. `printed`: its line when it was ready."""
 
     incarnation: str
     process: subprocess.Popen[str]
     published: np.ndarray
-    said: str = ""
+    printed: str = ""
 
     def tell(self, line: str) -> None:
         assert self.process.stdin is not None
@@ -80,7 +80,7 @@ def source_process(script: str, *arguments: str) -> Iterator[Source]:
         os.close(fd)
         source = Source(incarnation, process, published)
         try:
-            ready, _, source.said = source.receive().partition(" ")
+            ready, _, source.printed = source.receive().partition(" ")
             assert ready == "ready"
             yield source
         finally:

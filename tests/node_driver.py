@@ -55,12 +55,12 @@ OUR_MARK = f"nodes-{os.getpid()}"  # in the environment of every descendant of a
 
 
 class NodeProcess:
-    """A launched node, or gateway. `said`: its output so far, also shown when a test fails."""
+    """A launched node, or gateway. `printed`: its output so far, also shown when a test fails."""
 
     def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
         self.name = name
         self.process = process
-        self.said: list[str] = []
+        self.printed: list[str] = []
         self._ready: Future[str] = Future()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -68,7 +68,7 @@ class NodeProcess:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.said.append(line.rstrip())
+            self.printed.append(line.rstrip())
             print(f"{self.name} | {line}", end="")
             if line.startswith("ready: "):
                 self._ready.set_result(line.split()[-1])
@@ -160,7 +160,7 @@ async def members(redis_url: str, wanted: Callable[[Sequence[Member]], bool]) ->
 
 
 @dataclass
-class Heard:
+class Received:
     """One engine's messages about one request."""
 
     tokens: list[int] = field(default_factory=list)
@@ -190,7 +190,7 @@ class Session:
         self.welcome: node_pb2.Welcome | None = None
         self.heartbeat = node_pb2.Heartbeat()
         self.num_heartbeats = 0
-        self.heard: dict[str, Heard] = {}
+        self.received: dict[str, Received] = {}
         self._num_messages = 0
         self.ended: Exception | None = None
 
@@ -241,10 +241,10 @@ class Session:
             self._writer.transport.abort()
 
     def _hear(self, output: node_pb2.RequestOutput) -> None:
-        heard = self.heard.setdefault(f"{output.request_id}/{output.attempt}", Heard())
-        heard.outputs.append(output)
-        heard.tokens += output.token_ids
-        heard.by_message.setdefault(self._num_messages, []).extend(output.token_ids)
+        received = self.received.setdefault(f"{output.request_id}/{output.attempt}", Received())
+        received.outputs.append(output)
+        received.tokens += output.token_ids
+        received.by_message.setdefault(self._num_messages, []).extend(output.token_ids)
 
     async def dispatch(
         self, request: Request, ticket: Ticket | None, deadline_s: float = 30.0

@@ -302,8 +302,8 @@ def by_coin(shape: Shape, num_drafts: int, only: Sequence[str]) -> list[Figure]:
             continue
         plain, _ = _speed(engine_of(local, local.engine._runner, None), batch, context, shape.vocab)
         figures.append(Figure(f"{batch} x {context}: without", "tokens/s", plain))
-        for told, rate in _RATES.items():
-            name = f"{batch} x {context}, acceptance {told}"
+        for share, rate in _RATES.items():
+            name = f"{batch} x {context}, acceptance {share}"
             device = local.runner.model.device
             coin = CoinRunner(local.engine._runner, shape, device, rate)
             engine = engine_of(local, coin, _AnyTokens(num_drafts))

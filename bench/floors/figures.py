@@ -121,14 +121,14 @@ def _cpu_model() -> str:
 
 def commit() -> str:
     """The commit that was measured; with `+` if the work tree differs from it."""
-    said = subprocess.run(
+    output = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    return said.stdout.strip() or "unknown"
+    return output.stdout.strip() or "unknown"
 
 
 def command_line(module: str, argv: Sequence[str]) -> str:

@@ -53,7 +53,7 @@ def _part(name: str) -> str:
 
 def start_up(folder: Path, num_bytes: int, attention_backend: str) -> tuple[list[Figure], Any]:
     """(seconds of the first and the second start, the report of each)."""
-    figures, said = [], []
+    figures, output = [], []
     with tempfile.TemporaryDirectory(prefix="baton-triton-") as cache:
         for name in ("first start to ready", "start to ready"):
             begin_s = time.perf_counter()
@@ -75,8 +75,8 @@ def start_up(folder: Path, num_bytes: int, attention_backend: str) -> tuple[list
             floor_s = num_bytes / _PCIE_BYTES_PER_S
             target = _TARGET_S if name == "start to ready" else None
             figures.append(Figure(name, "s", (seconds,), floor_s, "weights over PCIe", target))
-            said.append(json.loads(done.stdout.splitlines()[-1]))
-    return figures, said
+            output.append(json.loads(done.stdout.splitlines()[-1]))
+    return figures, output
 
 
 def main(argv: list[str]) -> int:

@@ -311,10 +311,10 @@ def _cards(arguments: argparse.Namespace) -> str:
         return "CPU"
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return "GPU"
-    return said.splitlines()[0].strip()
+    return output.splitlines()[0].strip()
 
 
 def write_model(shape: Shape, folder: Path) -> None:

@@ -316,14 +316,14 @@ def measure(
                             "us": round(best[0].median, 2),
                         }
                     )
-            told = [
+            shown = [
                 figure
                 for index, (figure, way) in enumerate(found)
                 if index < _NUM_TOLD or isinstance(way, ScaledMm | Dequantised)
             ]
-            told.append(chain.figure(f"{title}: the norm alone", chain.norm))
-            print(table(told), flush=True)
-            figures += told
+            shown.append(chain.figure(f"{title}: the norm alone", chain.norm))
+            print(table(shown), flush=True)
+            figures += shown
     return figures, entries
 
 

@@ -82,13 +82,13 @@ class Bench:
 
     async def _chat(self) -> list[Result]:
         lengths, results = self._lengths, list[Result]()
-        said = self._tokens(lengths.system)
+        history = self._tokens(lengths.system)
         for _ in range(lengths.num_turns):
             await asyncio.sleep(self._draw.random() * _PAUSE_S)
-            said += self._tokens(lengths.new)
-            result = await self._ask(said, lengths.answer)
+            history += self._tokens(lengths.new)
+            result = await self._ask(history, lengths.answer)
             results.append(result)
-            said += result.token_ids
+            history += result.token_ids
         return results
 
     async def chats(self, mode: str) -> list[Figure]:

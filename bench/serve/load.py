@@ -96,9 +96,9 @@ class _Worker:
 
     def expect(self, word: str) -> None:
         assert self._process.stdout is not None
-        said = self._process.stdout.readline().strip()
-        if said != word:
-            raise RuntimeError(f"a load generator said {said!r}, not {word!r}; see its traceback")
+        output = self._process.stdout.readline().strip()
+        if output != word:
+            raise RuntimeError(f"a load generator said {output!r}, not {word!r}; see its traceback")
 
     def __exit__(self, kind: object, *_: object) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None

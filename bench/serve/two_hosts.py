@@ -61,18 +61,18 @@ def _measure(root: str, inside: str, certs: str) -> dict[str, float]:
         "BATON_CLUSTER_SECRET": secret,
         "OMP_NUM_THREADS": "1",
     }
-    told = [sys.executable, "-c", _PROGRAM, inside, certs]
+    command = [sys.executable, "-c", _PROGRAM, inside, certs]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(told, env=environment, stdout=pipe, stderr=pipe, text=True)
+    process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
     try:
-        said, errors = process.communicate(timeout=_MOST_S)
+        output, errors = process.communicate(timeout=_MOST_S)
     except BaseException:
         process.terminate()  # it ends its children
         process.communicate()
         raise
     if process.returncode:
-        raise RuntimeError(said[-2000:] + errors[-2000:])
-    figures: dict[str, float] = json.loads(said.splitlines()[-1])
+        raise RuntimeError(output[-2000:] + errors[-2000:])
+    figures: dict[str, float] = json.loads(output.splitlines()[-1])
     return figures
 
 

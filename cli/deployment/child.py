@@ -115,7 +115,7 @@ class Child:
         if not self.ready.done():
             self.ready.set_exception(self.failure())
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Send SIGINT, or SIGTERM if it is not ready: a starting interpreter would print a
         traceback for SIGINT."""
         if self.process.returncode is None:
@@ -153,8 +153,8 @@ class Child:
             cause, after = lines[causes[-1]], "".join(lines[causes[-1] + 1 : causes[-1] + 2])
             hint = after.removeprefix(_HINT) if after.startswith(_HINT) else ""
             return StartupFailed(f"{self.name}: {cause.removeprefix(_CAUSE)}", hint=hint)
-        said = "; its last lines:\n  " + "\n  ".join(lines) if lines else " without a message"
-        return StartupFailed(f"{self.name} ended with code {self.process.returncode}{said}")
+        message = "; its last lines:\n  " + "\n  ".join(lines) if lines else " without a message"
+        return StartupFailed(f"{self.name} ended with code {self.process.returncode}{message}")
 
     def configs_again(self) -> tuple[object, ...]:
         """Its configurations for a restart; a gateway's with the ports that its clients use."""

@@ -89,12 +89,12 @@ class ChildGroup:
     def hurry(self) -> None:
         """While children are being stopped: stop all that are left now, in no order."""
         for child in self.children:
-            child.ask_to_stop()
+            child.request_stop()
 
     async def end(self, children: Sequence[Child], grace_s: float) -> None:
         """Stop these children, all at once; those that do not end within `grace_s` are killed."""
         for child in children:
-            child.ask_to_stop()
+            child.request_stop()
         for child in children:
             try:
                 async with asyncio.timeout(grace_s):

@@ -131,8 +131,8 @@ def _openssl(arguments: Sequence[str]) -> None:
         [program, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
     )
     if result.returncode:
-        said = (result.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise StartupFailed(f"openssl failed: {said}", hint="openssl 3 or newer is needed")
+        message = (result.stderr.strip().splitlines() or ["nothing"])[-1]
+        raise StartupFailed(f"openssl failed: {message}", hint="openssl 3 or newer is needed")
 
 
 def _alt_name(name: str) -> str:

@@ -196,8 +196,8 @@ def check_redis_server(subject: Subject) -> list[Finding]:
     except StartupFailed as error:
         kind = warning if subject.redis_url else problem
         return [kind("redis-server", error.message, error.hint)]
-    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-    match = re.search(r"v=([0-9.]+)", said.stdout)
+    result = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    match = re.search(r"v=([0-9.]+)", result.stdout)
     if match is None:
         return [warning("redis-server", f"{program} does not report its version")]
     return [judge_redis("redis-server", match[1], f"at {program}")]

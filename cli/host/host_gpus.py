@@ -42,7 +42,9 @@ class HostGpus:
 def find_host_gpus() -> HostGpus:
     """The GPUs that the driver, torch's build and the environment make usable. Usually takes less
     than a second."""
-    return usable(_ask_nvidia_smi(_run) or _ask_proc(_DRIVER_FOLDER), os.environ, _torch_has_cuda())
+    return usable(
+        _from_nvidia_smi(_run) or _from_proc(_DRIVER_FOLDER), os.environ, _torch_has_cuda()
+    )
 
 
 def usable(
@@ -79,7 +81,7 @@ def _visible(devices: Sequence[HostGpu], wanted: str) -> list[HostGpu]:
     return found
 
 
-def _ask_nvidia_smi(run: Callable[[Sequence[str]], str]) -> list[HostGpu]:
+def _from_nvidia_smi(run: Callable[[Sequence[str]], str]) -> list[HostGpu]:
     devices = []
     for line in run(_QUERY).splitlines():
         uuid, total_mib, name = [*(part.strip() for part in line.split(",", 2)), "", ""][:3]
@@ -100,7 +102,7 @@ def _run(command: Sequence[str]) -> str:
     return ended.stdout if ended.returncode == 0 else ""
 
 
-def _ask_proc(folder: Path) -> list[HostGpu]:
+def _from_proc(folder: Path) -> list[HostGpu]:
     """The devices by /proc: for a driver without its tools, as in some containers."""
     devices = []
     for path in sorted(folder.glob("*/information")):

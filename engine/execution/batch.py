@@ -63,8 +63,9 @@ class DecodeColumns:
     """Slices of one token each that sample the next by `params` and `keys`, as parallel columns.
     `blocks` are the KV blocks of the tokens; `follows` is -1 where a token is known.
 
-    Rows in `special` need more than a temperature, rows in `asking` return alternatives. `specs`
-    has the rows whose sequences add to their parameters: a history, or tokens that are left out.
+    Rows in `special` need more than a temperature, those in `alternatives` return several tokens.
+    `specs` has the rows whose sequences add to their parameters: a history, or tokens that are left
+    out.
     """
 
     token_ids: Int64s
@@ -77,7 +78,7 @@ class DecodeColumns:
     block_tables: Sequence[Sequence[int]] = ()
     adapter_slots: Sequence[int | None] = ()
     special: Sequence[int] = ()
-    asking: Sequence[int] = ()
+    alternatives: Sequence[int] = ()
     specs: Mapping[int, SampleSpec] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -219,18 +220,18 @@ class StepBatch(Sequence[SequenceSlice]):
         return self.decodes.spec(row) if row < n else self.specs[row - n]
 
     @property
-    def asking(self) -> list[int]:
+    def alternatives(self) -> list[int]:
         """Rows that return more than a token."""
-        n, asking = len(self.decodes), list(self.decodes.asking)
+        n, alternatives = len(self.decodes), list(self.decodes.alternatives)
         for row, spec in enumerate(self.specs, n):
             if spec.fork_keys or spec.params.logprobs or spec.num_candidates:
-                asking.append(row)
-        return asking
+                alternatives.append(row)
+        return alternatives
 
     @property
     def has_extras(self) -> bool:
         """Whether any slice returns more than a token a row: see extras.py."""
-        return bool(self.asking) or any(piece.prompt_targets for piece in self.others)
+        return bool(self.alternatives) or any(piece.prompt_targets for piece in self.others)
 
     def results(self, tokens: Sequence[SampledToken]) -> list[SampledToken | None]:
         """The rows' `tokens` by slice; all None without tokens, as of a stage that samples none."""

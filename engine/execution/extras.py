@@ -97,10 +97,10 @@ def compute_extras(
     `hidden` [tokens, hidden] of all slices (None: no slice has `prompt_targets`). `project` makes
     whole logits [n, vocab] of its rows, `gather` of rows of `logits`. Does not wait for the device.
     """
-    asking = [(row, batch.spec(row)) for row in batch.asking]
-    forks = [row for row, spec in asking for _ in spec.fork_keys]
-    tops = [(row, n) for row, spec in asking if (n := spec.params.logprobs)]
-    beams = [(row, n) for row, spec in asking if (n := spec.num_candidates)]
+    alternatives = [(row, batch.spec(row)) for row in batch.alternatives]
+    forks = [row for row, spec in alternatives for _ in spec.fork_keys]
+    tops = [(row, n) for row, spec in alternatives if (n := spec.params.logprobs)]
+    beams = [(row, n) for row, spec in alternatives if (n := spec.num_candidates)]
 
     def whole(wanted: Sequence[int]) -> Tensor:
         assert logits is not None
@@ -110,7 +110,7 @@ def compute_extras(
         """What `compute` gives for the rows, some at a time; None without rows."""
         return _joined([compute(whole(rows[p]), p) for p in _parts(len(rows))]) if rows else None
 
-    again = [spec._replace(key=key) for _, spec in asking for key in spec.fork_keys]
+    again = [spec._replace(key=key) for _, spec in alternatives for key in spec.fork_keys]
     most_tops, most_candidates = (max((n for _, n in each), default=0) for each in (tops, beams))
     specs = [batch.spec(row) for row, _ in beams]
     fork_tokens = of_rows(forks, lambda logits, p: sample(logits, again[p]))
@@ -130,15 +130,15 @@ def _score_prompts(
     project: Callable[[Tensor], Tensor],
 ) -> tuple[list[_PromptPart], tuple[Tensor, ...] | None]:
     first_other = len(batch.decodes)
-    asking = [i for i, piece in enumerate(batch.others, first_other) if piece.prompt_targets]
-    if not asking:
+    alternatives = [i for i, piece in enumerate(batch.others, first_other) if piece.prompt_targets]
+    if not alternatives:
         return [], None
     assert hidden is not None, "a step of decodes has no prompt"
     begins = np.cumsum([0, *batch.query_lens]).tolist()
     parts: list[_PromptPart] = []
     rows: list[int] = []
     targets: list[int] = []
-    for index in asking:
+    for index in alternatives:
         piece = batch.others[index - first_other]
         num_top = piece.num_prompt_top
         parts.append(_PromptPart(index, len(rows), len(piece.prompt_targets), num_top))

@@ -82,13 +82,13 @@ class _Gathering:
 
     def wait(self, on_line: Callable[[str], None]) -> dict[int, JoinedRank]:
         """Wait until all ranks have joined."""
-        told: list[int] = []
+        reported: list[int] = []
         with self._changed:
             while missing := [rank for rank in self._ranks if rank not in self._joined]:
-                if missing != told:
+                if missing != reported:
                     names = ", ".join(map(str, missing))
                     on_line(f"waiting at {self._address} for ranks of other hosts: {names}")
-                    told = missing
+                    reported = missing
                 self._changed.wait(_LOOK_S)
                 self._drop_ended()
             joined, self._joined = self._joined, {}

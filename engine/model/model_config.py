@@ -227,10 +227,10 @@ def _refuse_unsupported(fields: Fields, architecture: Architecture) -> None:
 def _windows(fields: Fields, architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer; `layer_types` must agree with the architecture."""
     rule, size = architecture.window, None
-    is_asked = rule is SlidingWindow.ALL or fields.flag("use_sliding_window")
-    if rule is SlidingWindow.NONE and is_asked:
+    is_requested = rule is SlidingWindow.ALL or fields.flag("use_sliding_window")
+    if rule is SlidingWindow.NONE and is_requested:
         raise fields.error("use_sliding_window is not supported for this architecture")
-    if rule is not SlidingWindow.NONE and is_asked and fields.get("sliding_window") is not None:
+    if rule is not SlidingWindow.NONE and is_requested and fields.get("sliding_window") is not None:
         size = fields.positive("sliding_window")
     first = fields.count("max_window_layers", 28) if rule is SlidingWindow.BY_LAYER else 0
     usual = [

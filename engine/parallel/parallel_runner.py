@@ -126,11 +126,11 @@ def encode(batch: Sequence[SequenceSlice]) -> bytes:
 
 def _sent_columns(decodes: DecodeColumns) -> tuple[Any, ...]:
     numbers = (decodes.token_ids, decodes.starts, decodes.blocks, decodes.follows, decodes.keys)
-    few = {*decodes.special, *decodes.asking}  # the other rows need only their temperature
+    few = {*decodes.special, *decodes.alternatives}  # the other rows need only their temperature
     params = [(row, _values_of(decodes.params[row])) for row in few]
     tables = join_tables(decodes.block_tables)
     specs = [(row, _sent(spec)) for row, spec in decodes.specs.items()]
-    few_rows = (params, decodes.special, decodes.asking, specs)
+    few_rows = (params, decodes.special, decodes.alternatives, specs)
     return (*numbers, decodes.temperatures, *tables, decodes.adapter_slots, *few_rows)
 
 
@@ -158,7 +158,9 @@ def _received_slice(*fields: Any) -> SequenceSlice:
 
 
 def _received_columns(*columns: Any) -> DecodeColumns:
-    *numbers, keys, temperatures, indptr, indices, slots, params, special, asking, specs = columns
+    *numbers, keys, temperatures, indptr, indices, slots, params, special, alternatives, specs = (
+        columns
+    )
     token_ids, starts, blocks, follows = (np.frombuffer(one, np.int64) for one in numbers)
     temperatures = np.frombuffer(temperatures, np.float64)
     of_rows = [*map(_of_temperature, temperatures.tolist())]
@@ -173,7 +175,7 @@ def _received_columns(*columns: Any) -> DecodeColumns:
         [tables[begin:end] for begin, end in pairwise(ends)],
         slots,
         special,
-        asking,
+        alternatives,
         {row: _received(*spec) for row, spec in specs},
     )
 

@@ -89,7 +89,9 @@ class RankGroup:
         self._starting: dict[int, float] = {}  # loading ranks, and when each last made progress
         now_s = time.monotonic()
         self._looked = {rank: _Looked((0, 0), now_s, now_s) for rank in self._channels}
-        self._heard: dict[int, float] = {}  # last heartbeat of each serving rank of another host
+        self._last_heartbeats: dict[
+            int, float
+        ] = {}  # last heartbeat of each serving rank of another host
         self._look_s = min(timeout_s, start_timeout_s) / _LOOKS_PER_TIMEOUT
         if any(channel.host for channel in channels):
             self._look_s = min(self._look_s, BEAT_S)
@@ -249,7 +251,9 @@ class RankGroup:
                 if rank in self._starting:
                     self._starting[rank] = now_s
             if counts[0] and self._channels[rank].host:
-                self._heard[rank] = now_s  # it serves: no long call holds its GIL any more
+                self._last_heartbeats[rank] = (
+                    now_s  # it serves: no long call holds its GIL any more
+                )
         elif message.kind is MessageKind.FAILED:
             self._lose(_read_failure(self._name(rank), message))
 
@@ -266,7 +270,7 @@ class RankGroup:
 
     def _forgive(self, now_s: float) -> None:
         """Restart the timeouts of all ranks."""
-        self._heard.clear()
+        self._last_heartbeats.clear()
         for looked in self._looked.values():
             looked.since_s = now_s
         starting = self._starting
@@ -291,8 +295,8 @@ class RankGroup:
             since_s = max([looked.since_s, *(self._looked[other].moved_s for other in before)])
             if now_s - since_s > self._timeout_s / 2:
                 standing.append((stage, since_s, rank))
-        for rank, heard_s in self._heard.items():
-            if now_s - heard_s > _SILENT_S:
+        for rank, last_s in self._last_heartbeats.items():
+            if now_s - last_s > _SILENT_S:
                 self._lose(HostLost(f"{self._name(rank)} has sent nothing for {_SILENT_S} s"))
         limit_s = self._timeout_s + BEAT_S  # a count may be that old
         if any(now_s - since_s > limit_s for _, since_s, _ in standing):

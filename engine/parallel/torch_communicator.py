@@ -90,15 +90,15 @@ def _meet_with_addresses(stages: TcpStages, meet: Meet, kind: str) -> Meet:
 
     def meet_all(handle: bytes) -> list[bytes]:
         packed = meet(msgspec.msgpack.encode((stages.address, kind, handle)))
-        told = [msgspec.msgpack.decode(each, type=tuple[str, str, bytes]) for each in packed]
-        stages.addresses = [address for address, _, _ in told]
-        for rank, (_, other, _) in enumerate(told):
-            if other != told[0][1]:
+        infos = [msgspec.msgpack.decode(each, type=tuple[str, str, bytes]) for each in packed]
+        stages.addresses = [address for address, _, _ in infos]
+        for rank, (_, other, _) in enumerate(infos):
+            if other != infos[0][1]:
                 raise StartupFailed(
-                    f"--device: rank {rank} computes on a {other}, rank 0 on a {told[0][1]}",
+                    f"--device: rank {rank} computes on a {other}, rank 0 on a {infos[0][1]}",
                     hint="--gpus on each host, or --device cpu on all",
                 )
-        return [handle for _, _, handle in told]
+        return [handle for _, _, handle in infos]
 
     return meet_all
 

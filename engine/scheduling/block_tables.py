@@ -54,7 +54,7 @@ class BlockTables:
 
         Empty if it has to compute its whole prompt for log-probabilities.
         """
-        if not self._cache.is_enabled or sequence.owes_prompt_logprobs:
+        if not self._cache.is_enabled or sequence.needs_prompt_logprobs:
             return []
         return sequence.find(self._cache.match, 0, num_tokens, self._block_size)
 

@@ -27,7 +27,7 @@ class HostPrefixes:
     def match(self, sequence: Sequence, num_tokens: int, num_matched: int) -> HostMatch | None:
         """The blocks of its first `num_tokens` tokens that follow `num_matched` cached blocks, if
         copying them takes less than computing them; None: no block."""
-        if sequence.owes_prompt_logprobs:
+        if sequence.needs_prompt_logprobs:
             return None
         tier, size = self._tier, self._block_size
         coming = sequence.find(tier.match_coming, num_matched, num_tokens, size)

@@ -178,10 +178,10 @@ class Sequence:
         return 0 if self.group is None else self.group.num_absent
 
     @property
-    def owes_prompt_logprobs(self) -> bool:
+    def needs_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of its prompt are still to be output."""
-        is_asked = self.request.sampling.prompt_logprobs is not None
-        return is_asked and self.next_prompt_logprob < len(self.request.prompt_token_ids)
+        is_requested = self.request.sampling.prompt_logprobs is not None
+        return is_requested and self.next_prompt_logprob < len(self.request.prompt_token_ids)
 
     @property
     def awaits_tokens(self) -> bool:

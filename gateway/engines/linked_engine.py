@@ -39,7 +39,7 @@ class LinkedEngine:
     name: str = field(init=False)
     fingerprint: str = field(init=False)
     # From the last heartbeat, as `load`.
-    heard_s: float = field(init=False)  # when it came
+    reported_s: float = field(init=False)  # when it came
     is_measured: bool = field(init=False)  # whether its step cost covers prompts
     most_decodes: int = field(init=False)  # that a step may have and keep the promise
     reported_state: tuple[object, ...] = field(init=False)  # the first fields of its EngineState
@@ -61,7 +61,7 @@ class LinkedEngine:
 
     def receive_heartbeat(self, load: ReportedLoad) -> None:
         """Take over a heartbeat, and reconcile the account with it."""
-        self.load, self.heard_s = load, self.clock.monotonic_s()
+        self.load, self.reported_s = load, self.clock.monotonic_s()
         self.is_measured = load.max_rows >= MEASURED_ROWS
         self.account.heartbeat(load)
         target_s, member = load.tbt_target_s, self.member

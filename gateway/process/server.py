@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from ...cluster.exposure import check_secret
-from ...cluster.known_nodes import KnownNodes, ask_members
+from ...cluster.known_nodes import KnownNodes, fetch_members
 from ...cluster.lease import RedisLease
 from ...cluster.redis_client import RedisClient
 from ...cluster.redis_directory import RedisDirectory
@@ -82,7 +82,7 @@ class Gateway:
         self._model = ServedModel.load(config)
         secret = ClusterSecret.of(cluster)
         redis = RedisClient(cluster.redis_url, cluster.cluster, secret)
-        calls = partial(ask_members, secret, security.cluster_tls)
+        calls = partial(fetch_members, secret, security.cluster_tls)
         self._directory = KnownNodes(RedisDirectory(redis), tuple(Role), calls, secret, clock)
         index = RedisIndexLink(redis)
         policy = make_policy(config.routing_policy, random.Random())
@@ -159,7 +159,7 @@ class Gateway:
             self._share.scope,
         )
         app = build_app(parts, Access(security.keys, security.sessions, config))
-        self._knows_chats = app[CHAT_MODEL].template is not None
+        self._has_chat_template = app[CHAT_MODEL].template is not None
         own_port = config.own_http_port
         if own_port is None and config.reuse_port:
             own_port = 0
@@ -225,7 +225,7 @@ class Gateway:
             http_port=self.http_port,
             grpc_port=self.port,
             own_http_port=self.own_http_port,
-            knows_chats=self._knows_chats,
+            has_chat_template=self._has_chat_template,
         )
 
     async def stop(

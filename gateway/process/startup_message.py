@@ -20,7 +20,7 @@ def startup_lines(
     http_port: int,
     grpc_port: int,
     own_http_port: int | None,
-    knows_chats: bool,
+    has_chat_template: bool,
 ) -> tuple[str, str]:
     """The lines with the addresses (READY) and a curl request (TRY). `model`: the model's name."""
     host = _EVERYWHERE.get(config.host, config.host)
@@ -30,9 +30,9 @@ def startup_lines(
     grpc_url = f"grpc{s}://{host}:{grpc_port}"
     own_url = f"http{s}://{host}:{own_http_port or http_port}"
     content: dict[str, object] = {"prompt": [1, 2, 3] if config.skip_tokenizer_init else "hello"}
-    if knows_chats:
+    if has_chat_template:
         content = {"messages": [{"role": "user", "content": "hello"}]}
-    path = "chat/completions" if knows_chats else "completions"
+    path = "chat/completions" if has_chat_template else "completions"
     body = json.dumps({"model": model, **content, "max_tokens": 32}, ensure_ascii=False)
     key = ' -H "Authorization: Bearer $BATON_API_KEY"' if config.api_keys is not None else ""
     curl = f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

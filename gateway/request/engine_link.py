@@ -53,13 +53,13 @@ PlainToken: TypeAlias = tuple[str, int, int, int]
 
 
 class EngineLink(Protocol):
-    """One engine, for as long as its stream lives: linked_engine.LinkedEngine. `heard_s`: when its
-    last heartbeat was received, on the monotonic clock."""
+    """One engine, for as long as its stream lives: linked_engine.LinkedEngine. `reported_s`: when
+    its last heartbeat was received, on the monotonic clock."""
 
     incarnation: str
     name: str
     fingerprint: str
-    heard_s: float
+    reported_s: float
 
     def dispatch(
         self, request: Request, route: Route, ticket: Ticket | None, deadline_remaining_s: float

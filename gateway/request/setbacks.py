@@ -155,7 +155,7 @@ class Setbacks:
         self._settle_until_s = None
         if self._silent is not None:
             partner, since_s = self._silent
-            if partner.heard_s < since_s + self._limits.settle_s and now_s < since_s + LATE_S:
+            if partner.reported_s < since_s + self._limits.settle_s and now_s < since_s + LATE_S:
                 return self._settle()
             self._end_silence()
         if self._avoid and now_s >= self._avoid_until_s:

@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..launched import launched, num_multiprocessors
 from ..products.fp8_streamed_gluon import _view
-from ..products.streamed_product_gluon import _ask
+from ..products.streamed_product_gluon import _async_load
 
 _ROWS, _KEYS = gl.constexpr(64), gl.constexpr(64)  # per warp group, per slot
 _COLUMNS = gl.constexpr(64)  # head dimensions in a row of the swizzled shared memory layout
@@ -124,7 +124,7 @@ def _fill(
                     row = block * block_rows + is_value * KV_HEADS * BLOCK_SIZE + of_head
                     for part in gl.static_range(PARTS):
                         box = boxes.index((slot * PARTS + part) * BLOCKS + number)
-                        _ask(pages, [row, part * _COLUMNS], full.index(slot), box)
+                        _async_load(pages, [row, part * _COLUMNS], full.index(slot), box)
                 index += 1
 
 

@@ -26,7 +26,7 @@ class ExpertLoadReader:
         self._loads = loads
         self._monotonic_s = monotonic_s
         self._latest = (0,) * loads.tokens.shape[1]
-        self._asked_s: float | None = None
+        self._started_s: float | None = None
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None  # in flight
         self._stream: torch.cuda.Stream | None = None
 
@@ -37,8 +37,8 @@ class ExpertLoadReader:
             host, is_done = self._copy
             if is_done.query():  # type: ignore[no-untyped-call]
                 self._latest, self._copy = _summed(host), None
-        elif self._asked_s is None or now_s - self._asked_s >= EVERY_S:
-            self._asked_s = now_s
+        elif self._started_s is None or now_s - self._started_s >= EVERY_S:
+            self._started_s = now_s
             if self._loads.tokens.is_cuda:
                 self._copy = self._begin_copy()
             else:
@@ -51,7 +51,7 @@ class ExpertLoadReader:
         if self._loads.tokens.is_cuda:
             torch.cuda.synchronize(self._loads.tokens.device)
         self._latest = (0,) * len(self._latest)
-        self._copy = self._asked_s = None
+        self._copy = self._started_s = None
 
     def _begin_copy(self) -> tuple[Tensor, torch.cuda.Event]:
         """Copy on a stream of its own; the counts of concurrent steps may be included or not."""

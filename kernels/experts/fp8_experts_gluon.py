@@ -153,7 +153,7 @@ def _run(done, first, count, tiles, num_experts, num_tiles, per_tile):
 
 
 @gluon.jit
-def _ask_weight(matrix, row, column, num_outputs, full, ws, stage, HALVES: gl.constexpr, pred):
+def _load_weight(matrix, row, column, num_outputs, full, ws, stage, HALVES: gl.constexpr, pred):
     """Start loading a stage's part of the weight."""
     for half in gl.static_range(HALVES):
         to = ws.index(stage * HALVES + half)
@@ -175,7 +175,7 @@ def _fill(
     row_of_first = (first // per_tile * HALVES * per_tile + first % per_tile) * _GROUP
     for step in range(early):
         mbarrier.expect(full.index(step), num_bytes)
-        _ask_weight(matrix, row_of_first, step * _GROUP, num_outputs, full, ws, step, HALVES, True)
+        _load_weight(matrix, row_of_first, step * _GROUP, num_outputs, full, ws, step, HALVES, True)
     wait_for_previous(PDL)
     let_next_in(PDL)
     done = 0
@@ -193,7 +193,7 @@ def _fill(
             column = step % num_steps * _GROUP
             mbarrier.expect(full.index(stage), num_bytes, pred=is_left)
             output = first_output + step // num_steps * _GROUP
-            _ask_weight(matrix, output, column, num_outputs, full, ws, stage, HALVES, is_left)
+            _load_weight(matrix, output, column, num_outputs, full, ws, stage, HALVES, is_left)
             if HALVES == 1:
                 ask(vectors, [row, column], full.index(stage), xs.index(stage))
             index += 1

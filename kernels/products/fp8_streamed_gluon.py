@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..launched import cdiv, launched, next_power_of_2
 from .fp8_triton import Fp8Stages
-from .streamed_product_gluon import _ask, _stage_barriers
+from .streamed_product_gluon import _async_load, _stage_barriers
 from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight
 
 _TILE_ROWS = gl.constexpr(64)  # of a warp group
@@ -131,7 +131,7 @@ def _layout(num_rows: int) -> gl.NVMMASharedLayout:
 
 
 @gluon.jit
-def _ask_weight(matrix, step, full, ws, stage, ROWS: gl.constexpr, CHUNKS: gl.constexpr):
+def _load_weight(matrix, step, full, ws, stage, ROWS: gl.constexpr, CHUNKS: gl.constexpr):
     """Start loading a stage's part of the weight; `full` expects the vectors' bytes too."""
     OUTPUTS: gl.constexpr = matrix.block_shape[0]
     num_bytes: gl.constexpr = (ROWS + OUTPUTS) * _GROUP * CHUNKS
@@ -141,17 +141,17 @@ def _ask_weight(matrix, step, full, ws, stage, ROWS: gl.constexpr, CHUNKS: gl.co
         at = ws.index(stage * CHUNKS + chunk)
         if ws.shape[1] > OUTPUTS:
             at = at.slice(0, OUTPUTS, 0)
-        _ask(matrix, corner, full.index(stage), at)
+        _async_load(matrix, corner, full.index(stage), at)
 
 
 @gluon.jit
-def _ask_vectors(vectors, step, full, xs, stage, ROWS: gl.constexpr, CHUNKS: gl.constexpr):
+def _load_vectors(vectors, step, full, xs, stage, ROWS: gl.constexpr, CHUNKS: gl.constexpr):
     first = gl.program_id(1) * ROWS
     for chunk in gl.static_range(CHUNKS):
         at = xs.index(stage * CHUNKS + chunk)
         if xs.shape[1] > ROWS:
             at = at.slice(0, ROWS, 0)
-        _ask(vectors, [first, (step * CHUNKS + chunk) * _GROUP], full.index(stage), at)
+        _async_load(vectors, [first, (step * CHUNKS + chunk) * _GROUP], full.index(stage), at)
 
 
 @gluon.jit
@@ -172,16 +172,16 @@ def _fill(
     """The producer warp: load each stage once it is empty."""
     STAGES: gl.constexpr = xs.shape[0] // CHUNKS
     for step in range(gl.minimum(EARLY, num_steps)):
-        _ask_weight(matrix, begin + step, full, ws, step, ROWS, CHUNKS)
+        _load_weight(matrix, begin + step, full, ws, step, ROWS, CHUNKS)
     wait_for_previous(PDL)
     let_next_in(PDL)
     for step in range(gl.minimum(EARLY, num_steps)):
-        _ask_vectors(vectors, begin + step, full, xs, step, ROWS, CHUNKS)
+        _load_vectors(vectors, begin + step, full, xs, step, ROWS, CHUNKS)
     for step in range(EARLY, num_steps):
         stage = step % STAGES
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-        _ask_weight(matrix, begin + step, full, ws, stage, ROWS, CHUNKS)
-        _ask_vectors(vectors, begin + step, full, xs, stage, ROWS, CHUNKS)
+        _load_weight(matrix, begin + step, full, ws, stage, ROWS, CHUNKS)
+        _load_vectors(vectors, begin + step, full, xs, stage, ROWS, CHUNKS)
 
 
 @gluon.jit

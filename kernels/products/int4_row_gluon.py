@@ -40,7 +40,7 @@ from ..launched import cdiv, launched, num_multiprocessors
 from ..row_room import empty_rows
 from .int4_triton import Int4Row
 from .int4_weights import CHUNK, PER_WORD, Int4Weight
-from .streamed_product_gluon import _ask, _stage_barriers
+from .streamed_product_gluon import _async_load, _stage_barriers
 
 _CHUNK, _BYTES = gl.constexpr(CHUNK), gl.constexpr(CHUNK // PER_WORD * 2)
 _HALF = gl.constexpr(CHUNK // 2)
@@ -144,7 +144,7 @@ def layout_of(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 @gluon.jit
-def _ask_weight(matrix, groups, tile, chunk, full, ws, gs, stage, CHUNKS: gl.constexpr):
+def _load_weight(matrix, groups, tile, chunk, full, ws, gs, stage, CHUNKS: gl.constexpr):
     """Start loading a stage's part of the weight; `full` expects the vector's bytes too."""
     SHARES: gl.constexpr = matrix.block_shape[0]
     OUTPUTS: gl.constexpr = matrix.block_shape[3]
@@ -153,8 +153,8 @@ def _ask_weight(matrix, groups, tile, chunk, full, ws, gs, stage, CHUNKS: gl.con
     for index in gl.static_range(CHUNKS):
         at = stage * CHUNKS + index
         output = tile * OUTPUTS
-        _ask(matrix, [0, chunk + index, 0, output, 0], full.index(stage), ws.index(at))
-        _ask(groups, [0, chunk + index, 0, output], full.index(stage), gs.index(at))
+        _async_load(matrix, [0, chunk + index, 0, output, 0], full.index(stage), ws.index(at))
+        _async_load(groups, [0, chunk + index, 0, output], full.index(stage), gs.index(at))
 
 
 @gluon.jit
@@ -178,18 +178,18 @@ def _fill(
     STAGES: gl.constexpr = xs.shape[0]
     for step in range(gl.minimum(EARLY, num_steps)):
         tile, chunk = first_tile + step // of_tile, step % of_tile * CHUNKS
-        _ask_weight(matrix, groups, tile, chunk, full, ws, gs, step, CHUNKS)
+        _load_weight(matrix, groups, tile, chunk, full, ws, gs, step, CHUNKS)
     wait_for_previous(PDL)
     let_next_in(PDL)
     for step in range(gl.minimum(EARLY, num_steps)):
         corner = [0, step % of_tile * CHUNKS, 0]
-        _ask(vector, corner, full.index(step), xs.index(step))
+        _async_load(vector, corner, full.index(step), xs.index(step))
     for step in range(EARLY, num_steps):
         stage = step % STAGES
         tile, chunk = first_tile + step // of_tile, step % of_tile * CHUNKS
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-        _ask_weight(matrix, groups, tile, chunk, full, ws, gs, stage, CHUNKS)
-        _ask(vector, [0, chunk, 0], full.index(stage), xs.index(stage))
+        _load_weight(matrix, groups, tile, chunk, full, ws, gs, stage, CHUNKS)
+        _async_load(vector, [0, chunk, 0], full.index(stage), xs.index(stage))
 
 
 @gluon.jit

@@ -33,7 +33,7 @@ from ..launched import cdiv, launched
 from ..row_room import empty_rows, room_of
 from .int4_triton import Int4Stages, _unpacked
 from .int4_weights import CHUNK, PER_WORD, Int4Weight
-from .streamed_product_gluon import _ask, _stage_barriers
+from .streamed_product_gluon import _async_load, _stage_barriers
 
 _CHUNK, _WORDS = gl.constexpr(CHUNK), gl.constexpr(CHUNK // PER_WORD)
 _PER_WORD = gl.constexpr(PER_WORD)
@@ -132,7 +132,7 @@ def layout_of(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 @gluon.jit
-def _ask_weight(
+def _load_weight(
     matrix,
     groups,
     num_outputs,
@@ -154,16 +154,16 @@ def _ask_weight(
             output = gl.program_id(0) * BOX + half * (num_outputs // 2)
             at = ws.index(stage * CHUNKS + index).slice(half * BOX, BOX, 0)
             corner = [(chunk + index) * num_outputs + output, 0]
-            _ask(matrix, corner, full.index(stage), at)
+            _async_load(matrix, corner, full.index(stage), at)
             of_groups = gs.index(stage * CHUNKS + index).slice(half * BOX, BOX, 1)
-            _ask(groups, [chunk + index, output], full.index(stage), of_groups)
+            _async_load(groups, [chunk + index, output], full.index(stage), of_groups)
 
 
 @gluon.jit
-def _ask_vectors(vectors, chunk, full, xs, stage, CHUNKS: gl.constexpr):
+def _load_vectors(vectors, chunk, full, xs, stage, CHUNKS: gl.constexpr):
     for index in gl.static_range(CHUNKS):
         corner = [0, (chunk + index) * _CHUNK]
-        _ask(vectors, corner, full.index(stage), xs.index(stage * CHUNKS + index))
+        _async_load(vectors, corner, full.index(stage), xs.index(stage * CHUNKS + index))
 
 
 @gluon.jit
@@ -188,17 +188,17 @@ def _fill(
     ROWS: gl.constexpr = xs.shape[1]
     for step in range(gl.minimum(EARLY, num_steps)):
         chunk = begin + step * CHUNKS
-        _ask_weight(matrix, groups, num_outputs, chunk, full, ws, gs, step, CHUNKS, ROWS)
+        _load_weight(matrix, groups, num_outputs, chunk, full, ws, gs, step, CHUNKS, ROWS)
     wait_for_previous(PDL)
     let_next_in(PDL)
     for step in range(gl.minimum(EARLY, num_steps)):
-        _ask_vectors(vectors, begin + step * CHUNKS, full, xs, step, CHUNKS)
+        _load_vectors(vectors, begin + step * CHUNKS, full, xs, step, CHUNKS)
     for step in range(EARLY, num_steps):
         stage = step % STAGES
         chunk = begin + step * CHUNKS
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-        _ask_weight(matrix, groups, num_outputs, chunk, full, ws, gs, stage, CHUNKS, ROWS)
-        _ask_vectors(vectors, chunk, full, xs, stage, CHUNKS)
+        _load_weight(matrix, groups, num_outputs, chunk, full, ws, gs, stage, CHUNKS, ROWS)
+        _load_vectors(vectors, chunk, full, xs, stage, CHUNKS)
 
 
 @gluon.jit

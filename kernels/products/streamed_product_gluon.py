@@ -44,7 +44,9 @@ from .streamed_product import StreamTiling
 
 _WARP_ROWS = gl.constexpr(16)  # of a warp; four warps are a warp group
 _PRODUCER_REGISTERS = gl.constexpr(24)
-_ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # older Triton's name
+_async_load = (
+    getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+)  # older Triton's name
 
 
 def streamed_product(
@@ -164,7 +166,7 @@ def _stage_barriers(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _ask_weight(
+def _load_weight(
     matrix, num_outputs, column, full, ws, stage, ROWS: gl.constexpr, HALVES: gl.constexpr
 ):
     """Start loading a stage's part of the weight; `full` expects the vectors' bytes too."""
@@ -173,7 +175,7 @@ def _ask_weight(
     mbarrier.expect(full.index(stage), num_bytes)
     for half in gl.static_range(HALVES):
         corner = [gl.program_id(0) * OUTPUTS + half * num_outputs, column]
-        _ask(matrix, corner, full.index(stage), ws.index(stage * HALVES + half))
+        _async_load(matrix, corner, full.index(stage), ws.index(stage * HALVES + half))
 
 
 @gluon.jit
@@ -197,16 +199,16 @@ def _fill(
     INPUTS: gl.constexpr = xs.shape[2]
     for step in range(gl.minimum(EARLY, num_steps)):
         column = first_input + step * INPUTS
-        _ask_weight(matrix, num_outputs, column, full, ws, step, ROWS, HALVES)
+        _load_weight(matrix, num_outputs, column, full, ws, step, ROWS, HALVES)
     wait_for_previous(PDL)
     let_next_in(PDL)
     for step in range(gl.minimum(EARLY, num_steps)):
-        _ask(vectors, [0, first_input + step * INPUTS], full.index(step), xs.index(step))
+        _async_load(vectors, [0, first_input + step * INPUTS], full.index(step), xs.index(step))
     for step in range(EARLY, num_steps):
         stage, column = step % STAGES, first_input + step * INPUTS
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-        _ask_weight(matrix, num_outputs, column, full, ws, stage, ROWS, HALVES)
-        _ask(vectors, [0, column], full.index(stage), xs.index(stage))
+        _load_weight(matrix, num_outputs, column, full, ws, stage, ROWS, HALVES)
+        _async_load(vectors, [0, column], full.index(stage), xs.index(stage))
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ import msgspec
 from grpc_health.v1 import health_pb2_grpc
 
 from ...cluster.exposure import check_exposure, check_secret
-from ...cluster.known_nodes import KnownNodes, ask_members
+from ...cluster.known_nodes import KnownNodes, fetch_members
 from ...cluster.redis_client import RedisClient
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
@@ -72,7 +72,7 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
     redis = RedisClient(cluster.redis_url, cluster.cluster, secret)
     sought = (Role.PREFILL,) if role is Role.DECODE else ()  # pullers dial, sources are dialled
     directory = KnownNodes(
-        RedisDirectory(redis), sought, partial(ask_members, secret, tls), secret, Clock()
+        RedisDirectory(redis), sought, partial(fetch_members, secret, tls), secret, Clock()
     )
     supervisor = Supervisor(role, engine, node, secret, directory, RedisIndexLink(redis), tls)
     try:

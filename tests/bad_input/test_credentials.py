@@ -160,9 +160,9 @@ def test_a_clients_key_opens_no_node(keyed: Keyed, method: str) -> None:
     key = keyed.keys["plain"]
     with closing(keyed.target.open_channel(keyed.target.node_port)) as channel:
         proof = node_pb2.GetLedgersRequest(handshake=key.encode()).SerializeToString()
-        for said in (b"", proof):
+        for payload in (b"", proof):
             bearer = [("authorization", f"Bearer {key}")]
-            answer = keyed.target.call(f"/baton.v1.Node/{method}", said, bearer, channel=channel)
+            answer = keyed.target.call(f"/baton.v1.Node/{method}", payload, bearer, channel=channel)
             assert answer.status == "UNAUTHENTICATED", answer
 
 

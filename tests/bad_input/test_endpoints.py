@@ -36,14 +36,14 @@ def test_reads_with_what_they_do_not_take(target: Target, path: str) -> None:
     names = _NAMES if "{" in path else ("",)
     for query in _QUERIES:
         for name in names:
-            asked = re.sub(r"{\w+}", lambda _, name=name: name, path) + query
+            requested = re.sub(r"{\w+}", lambda _, name=name: name, path) + query
             with target.connect() as plain:
-                head = f"GET {asked} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+                head = f"GET {requested} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
                 plain.sendall(head.encode() + b'{"a": [1]')
                 plain.shutdown(1)
                 status_line, _, rest = plain.recv(1 << 16).partition(b"\r\n")
             status = int(status_line.split()[1])
-            assert status in (200, 303, 308, 400, 404), (asked, status_line)
+            assert status in (200, 303, 308, 400, 404), (requested, status_line)
             if status in (303, 308):
                 found = re.search(rb"Location: (.*)\r\n", rest)
                 assert found and found[1] in (b"/dashboard/login", b"../dashboard"), rest

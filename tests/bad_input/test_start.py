@@ -57,8 +57,8 @@ def test_bad_flags(command: str, argv: list[str], capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as ended:
         parser.parse_args(argv)
     assert ended.value.code == 2
-    told = capsys.readouterr().err.rpartition("error: ")[2]
-    assert argv[0] in told and "Traceback" not in told
+    reported = capsys.readouterr().err.rpartition("error: ")[2]
+    assert argv[0] in reported and "Traceback" not in reported
 
 
 @pytest.mark.parametrize("value", ["70000", "x"])

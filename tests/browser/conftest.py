@@ -98,12 +98,12 @@ def open_page(chromium: Any, window: Any) -> Iterator[Callable[..., Any]]:
         page.route("**/*", stay_inside)
         page.set_default_timeout(15_000)
 
-        def said(message: Any) -> None:
+        def printed(message: Any) -> None:
             is_loss = may_lose_server and "Failed to load resource" in message.text
             if message.type in ("error", "warning") and not is_loss:
                 complaints.append(f"{message.type}: {message.text}")
 
-        page.on("console", said)
+        page.on("console", printed)
         page.on("pageerror", lambda error: complaints.append(f"thrown: {error}"))
         page.goto(url)
         return page

@@ -84,9 +84,9 @@ def gateway_again(system: Running, http_port: int) -> Iterator[None]:
 def test_load_a_killed_gateway_and_its_return(
     system: Running, open_page: Callable[..., Any]
 ) -> None:
-    said = "\n".join(system.lines)
-    found = re.search(r"(http://127\.0\.0\.1:(\d+))", said)
-    assert found is not None, said
+    printed = "\n".join(system.lines)
+    found = re.search(r"(http://127\.0\.0\.1:(\d+))", printed)
+    assert found is not None, printed
     with load(system.address):
         page = open_page(f"{found[1]}/dashboard", may_lose_server=True)
         page.wait_for_selector("[data-state=live]")

@@ -37,13 +37,13 @@ class _Trace:
         self._seen = busy = set[CodeType]()
         self._wait_for("stop")
         self._seen = None
-        told = {
+        reported = {
             "command": Path("/proc/self/cmdline").read_bytes().decode().split("\0"),
             "idle": _by_file(idle),
             "request": _by_file(busy),
         }
         whole = self._folder / f"{os.getpid()}.part"
-        whole.write_text(json.dumps(told))
+        whole.write_text(json.dumps(reported))
         whole.rename(whole.with_suffix(".json"))
 
     def _wait_for(self, name: str) -> None:

@@ -154,9 +154,9 @@ def test_samples_and_their_scores(demo: Subject) -> None:
     )  # fmt: skip
     assert [choice.token_ids for choice in answer.choices] == wanted  # type: ignore[attr-defined]
     scores = GreedyOracle(DEMO).logprobs([*demo.ids(LONG), *wanted[1]])[-12:]
-    told = answer.choices[1].logprobs
-    assert told is not None and told.token_logprobs == pytest.approx(scores, abs=1e-3)
-    assert told.tokens is not None and "".join(told.tokens) == answer.choices[1].text
+    reported = answer.choices[1].logprobs
+    assert reported is not None and reported.token_logprobs == pytest.approx(scores, abs=1e-3)
+    assert reported.tokens is not None and "".join(reported.tokens) == answer.choices[1].text
     assert answer.usage is not None and answer.usage.completion_tokens == 36
 
 
@@ -272,15 +272,19 @@ def test_log_likelihoods_are_those_of_transformers(demo: Subject) -> None:
         model=demo.model, prompt=prompts, echo=True, logprobs=1, max_tokens=1, temperature=0
     )
     for prompt, choice in zip(prompts, answer.choices, strict=True):
-        told = choice.logprobs
-        assert told is not None and told.token_logprobs is not None and told.tokens is not None
-        assert told.token_logprobs[0] is None and len(told.tokens) == len(prompt) + 1
+        reported = choice.logprobs
+        assert (
+            reported is not None
+            and reported.token_logprobs is not None
+            and reported.tokens is not None
+        )
+        assert reported.token_logprobs[0] is None and len(reported.tokens) == len(prompt) + 1
         (next_token,) = oracle.continuation(prompt, 1)
         wanted = oracle.logprobs([*prompt, next_token])
-        assert told.token_logprobs[1:] == pytest.approx(wanted, abs=1e-3)
-        assert told.top_logprobs is not None
+        assert reported.token_logprobs[1:] == pytest.approx(wanted, abs=1e-3)
+        assert reported.top_logprobs is not None
         for name, own, top in list(
-            zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True)
+            zip(reported.tokens, reported.token_logprobs, reported.top_logprobs, strict=True)
         )[1:]:
             assert top[name] == own and max(top.values()) >= own
 
@@ -290,12 +294,14 @@ def test_prompt_logprobs_by_token_id(demo: Subject) -> None:
     answer = demo.client.completions.create(
         model=demo.model, prompt=prompt, max_tokens=1, extra_body={"prompt_logprobs": 2}
     )
-    told = answer.choices[0].prompt_logprobs  # type: ignore[attr-defined]
+    reported = answer.choices[0].prompt_logprobs  # type: ignore[attr-defined]
     wanted = GreedyOracle(demo.local.model_dir).logprobs(prompt)
-    assert told[0] is None
-    own = [place[str(token)]["logprob"] for place, token in zip(told[1:], prompt[1:], strict=True)]
+    assert reported[0] is None
+    own = [
+        place[str(token)]["logprob"] for place, token in zip(reported[1:], prompt[1:], strict=True)
+    ]
     assert own == pytest.approx(wanted, abs=1e-3)
-    assert json.dumps(told)
+    assert json.dumps(reported)
 
 
 def test_beams_over_http(demo: Subject) -> None:

@@ -133,9 +133,9 @@ def test_every_sampling_parameter_at_once(subject: Subject) -> None:
         assert [len(one.top) for one in result.logprobs] == [2] * 16
         assert result.decode_node is not None and result.attempts == 1
     theirs = subject.oracle.logprobs([*prompt, *results[1].token_ids])
-    told = [*(one.logprob for one in results[0].prompt_logprobs)]
-    told += [one.logprob for one in results[1].logprobs]
-    assert told == pytest.approx(theirs, abs=1e-3)
+    reported = [*(one.logprob for one in results[0].prompt_logprobs)]
+    reported += [one.logprob for one in results[1].logprobs]
+    assert reported == pytest.approx(theirs, abs=1e-3)
     subject.system.wait_idle()
 
 
@@ -172,7 +172,7 @@ def test_beams_of_one_hand_off(subject: Subject) -> None:
         for one in found:
             assert [len(each.top) for each in one.logprobs] == [2] * len(one.token_ids)
             assert one.decode_node is not None and one.attempts == 1
-            told = [each.logprob for each in one.logprobs]
+            reported = [each.logprob for each in one.logprobs]
             theirs = subject.oracle.logprobs([*prompt, *one.token_ids])[len(prompt) - 1 :]
-            assert told == pytest.approx(theirs, abs=1e-3)
+            assert reported == pytest.approx(theirs, abs=1e-3)
     subject.system.wait_idle()

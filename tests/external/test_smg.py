@@ -103,13 +103,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         flags = ("--http-port", "0", "--grpc-port", "0")
         with process(python, "-c", GATEWAY, *flags, environment=environment) as gateway:
             assert gateway.stdout is not None
-            said = []
+            printed = []
             for line in gateway.stdout:
-                said.append(line)
+                printed.append(line)
                 if line.startswith("Ready: "):
                     break
             else:
-                raise AssertionError("".join(said))
+                raise AssertionError("".join(printed))
             (worker,) = (word for word in line.split() if word.startswith("grpc://"))
             ports = [str(free_port()) for _ in range(2)]
             argv = (SMG, "launch", "--worker-urls", worker, "--host", "127.0.0.1")

@@ -270,7 +270,7 @@ async def send_crafted_tickets(scene: Scene) -> None:
     async with session(source) as to_source, session(puller) as to_puller:
         await to_source.dispatch(request(1), good)
         await to_puller.dispatch(request(1), good)
-        await to_puller.until(lambda: _is_over(to_puller.heard, request(1)))
+        await to_puller.until(lambda: _is_over(to_puller.received, request(1)))
         crafted = (
             (to_source, good),
             (to_puller, good),
@@ -281,15 +281,15 @@ async def send_crafted_tickets(scene: Scene) -> None:
         )
         for number, (to, ticket) in enumerate(crafted, 2):
             await to.dispatch(request(number), ticket)
-            await to.until(lambda to=to, n=number: _is_over(to.heard, request(n)))
-            heard = to.heard[request(number).key]
+            await to.until(lambda to=to, n=number: _is_over(to.received, request(n)))
+            received = to.received[request(number).key]
             # "handoff_failed": the used ticket's Release may not have reached its source yet.
-            assert heard.error in ("unknown_transfer", "invalid_request", "handoff_failed")
-            assert not heard.tokens
+            assert received.error in ("unknown_transfer", "invalid_request", "handoff_failed")
+            assert not received.tokens
 
 
-def _is_over(heard: dict[str, Any], request: Request) -> bool:
-    return request.key in heard and heard[request.key].is_over
+def _is_over(received: dict[str, Any], request: Request) -> bool:
+    return request.key in received and received[request.key].is_over
 
 
 async def leave_before_the_prefill(scene: Scene) -> None:
@@ -353,7 +353,7 @@ async def take_ports(scene: Scene) -> None:
                 process.process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(moving.wait) == 0
         for process in (*ending, moving):
-            assert any(port in line for line in process.said)
+            assert any(port in line for line in process.printed)
 
 
 MISFITS = (  # name, flags, and the field with both sides' values, whichever side reports it
@@ -400,7 +400,7 @@ async def join_with_other_makes(scene: Scene) -> None:
 
 
 def _has_said(process: NodeProcess, *words: str) -> bool:
-    return any(all(word in line for word in words) for line in process.said)
+    return any(all(word in line for word in words) for line in process.printed)
 
 
 async def _greet_as_another_make(scene: Scene) -> None:

@@ -259,11 +259,11 @@ class Scene:
         if prompt is None:
             prompt = tuple(random.choices(range(3, 320), k=num_prompt_tokens))
         settings = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True} | sampling
-        said = dict(settings)
-        if constraint := said.pop("constraint", None):
-            said[constraint.kind.value] = constraint.source
+        fields = dict(settings)
+        if constraint := fields.pop("constraint", None):
+            fields[constraint.kind.value] = constraint.source
         generation = (client or self.client(gateway)).generate(
-            prompt_token_ids=prompt, timeout_s=timeout_s, **said
+            prompt_token_ids=prompt, timeout_s=timeout_s, **fields
         )
         params = SamplingParams(**settings)
         stream = Stream(prompt, params, generation, expected_error, may_fail)

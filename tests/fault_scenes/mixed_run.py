@@ -39,7 +39,7 @@ _ENTRIES_RUN_OUT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlannedRequest:
     """One request of the mix; `cancel_at`: cancel it after that many tokens."""
 
     prompt: tuple[int, ...]
@@ -58,12 +58,12 @@ class Outcome:
     ttft_p99_s: float = 0.0
 
 
-def draw(num_requests: int, seed: int, *, max_prompt_tokens: int) -> list[Asked]:
+def draw(num_requests: int, seed: int, *, max_prompt_tokens: int) -> list[PlannedRequest]:
     """Long and short prompts, some with a common prefix; greedy and sampled; some to be
     cancelled."""
     rng = random.Random(seed)
     beginnings = [tuple(rng.choices(range(3, 320), k=k)) for k in (40, 100)]
-    asked = []
+    requested = []
     for _ in range(num_requests):
         own = tuple(rng.choices(range(3, 320), k=rng.randint(1, max_prompt_tokens)))
         prompt = (rng.choice(beginnings) if rng.random() < 0.3 else ()) + own
@@ -74,8 +74,8 @@ def draw(num_requests: int, seed: int, *, max_prompt_tokens: int) -> list[Asked]
             ignore_eos=True,
         )
         cancel_at = rng.randint(0, 8) if rng.random() < 0.1 else None
-        asked.append(Asked(prompt, sampling, cancel_at))
-    return asked
+        requested.append(PlannedRequest(prompt, sampling, cancel_at))
+    return requested
 
 
 def decodes(ledger: Ledger) -> bool:
@@ -88,7 +88,7 @@ def decodes(ledger: Ledger) -> bool:
 async def run(
     cluster: Cluster,
     scene: Scene,
-    asked: list[Asked],
+    requested: list[PlannedRequest],
     kills: dict[int, str],
     is_due: Callable[[Ledger], bool] | None = None,
 ) -> Outcome:
@@ -101,7 +101,7 @@ async def run(
     outcome = Outcome()
     followers: list[asyncio.Task[None]] = []
     due: list[str] = []
-    for number, one in enumerate(asked):
+    for number, one in enumerate(requested):
         await places.acquire()
         due += [kills[number]] if number in kills else []
         if due and (is_due is None or is_due(await scene.ledger(due[0]))):
@@ -127,7 +127,9 @@ async def run(
     return outcome
 
 
-async def _follow(stream: Stream, one: Asked, places: asyncio.Semaphore, outcome: Outcome) -> None:
+async def _follow(
+    stream: Stream, one: PlannedRequest, places: asyncio.Semaphore, outcome: Outcome
+) -> None:
     """Read a stream to its end, or cancel it at its `cancel_at`."""
     assert stream.reading is not None
     try:

@@ -122,9 +122,9 @@ class Tangle:
         return None
 
     def _look(self, payload: bytes) -> None:
-        said = decode(payload)
-        if isinstance(said, Hello) and said.access is not None:
-            self._on_data_port(said.access.port)
+        message = decode(payload)
+        if isinstance(message, Hello) and message.access is not None:
+            self._on_data_port(message.access.port)
 
 
 async def _pass(

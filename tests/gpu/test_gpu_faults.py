@@ -150,11 +150,11 @@ async def test_more_than_the_pools_hold(system: Cluster, reference: GpuReference
 async def test_a_mix_of_requests_while_each_node_is_killed(
     system: Cluster, reference: GpuReference
 ) -> None:
-    asked = mixed_run.draw(NUM_REQUESTS, seed=1, max_prompt_tokens=600)
+    requested = mixed_run.draw(NUM_REQUESTS, seed=1, max_prompt_tokens=600)
     kills = {600: "decode-0", 1300: "prefill-0"}
     began_s = time.monotonic()
     async with Scene(system, reference) as scene:
-        outcome = await mixed_run.run(system, scene, asked, kills)
+        outcome = await mixed_run.run(system, scene, requested, kills)
         took_s = time.monotonic() - began_s
         await scene.heal()
         await scene.wait_idle()
@@ -173,8 +173,8 @@ async def test_other_transports_are_named_and_right(
             streams = [scene.ask(200 + 50 * i, 20) for i in range(8)]
             await scene.check()
             assert {stream.result.transport for stream in streams} == {transport}
-        said = "\n".join(running.processes["decode-0"].said)
-        assert f"over {transport} at" in said
+        printed = "\n".join(running.processes["decode-0"].printed)
+        assert f"over {transport} at" in printed
 
 
 @pytest.mark.parametrize(("prefill_gpus", "decode_gpus"), [("0", "0,1"), ("0,1", "1")])
@@ -199,8 +199,10 @@ async def test_sides_of_unequal_size(
 def test_one_process_repeats_itself(reference: GpuReference) -> None:
     """The reference is deterministic, or the comparisons above would mean nothing."""
     sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-    asked = [mixed_run.Asked(tuple(range(3, 3 + n)), sampling, None) for n in (5, 100, 300)]
+    requested = [
+        mixed_run.PlannedRequest(tuple(range(3, 3 + n)), sampling, None) for n in (5, 100, 300)
+    ]
     first, second = (
-        [reference.inner.generate(one.prompt, one.sampling) for one in asked] for _ in range(2)
+        [reference.inner.generate(one.prompt, one.sampling) for one in requested] for _ in range(2)
     )
     assert first == second and all(len(tokens) == 20 for tokens in first)

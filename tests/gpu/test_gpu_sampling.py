@@ -103,8 +103,8 @@ def run(local: LocalEngine, requests: list[Request]) -> dict[str, list[TokenOutp
         assert not step.failed
         for token in step.tokens:
             outputs.setdefault(token.key, []).append(token)
-        for told in step.prompt_logprobs:
-            outputs.setdefault(f"{told.key}'", []).extend(told.logprobs)
+        for reported in step.prompt_logprobs:
+            outputs.setdefault(f"{reported.key}'", []).extend(reported.logprobs)
     check_integrity(local.engine)
     return outputs
 

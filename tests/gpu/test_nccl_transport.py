@@ -66,7 +66,7 @@ def window_onto(
     transport_name, _, method = name.partition(" ")
     config = NodeConfig(kv_transport=transport_name, kv_copy=method or "auto")
     (transport,) = transports(kv, config, None)
-    remote = access(source.incarnation, int(source.said))
+    remote = access(source.incarnation, int(source.printed))
     window = transport.connect(remote, piece)
     try:
         yield window

@@ -17,7 +17,7 @@ import torch
 from checkpoints import write_checkpoint
 from engines.generation import outputs_of
 from engines.integrity import check_integrity
-from node_driver import Heard, NodeProcess, launch, members, session
+from node_driver import NodeProcess, Received, launch, members, session
 
 from baton.cluster.redis_server import RedisServer
 from baton.core.engine_config import EngineConfig
@@ -176,8 +176,8 @@ def prompt_logprobs(config: EngineConfig) -> dict[int, torch.Tensor]:
         prompt = tuple(rng.randrange(3, 320) for _ in range(length))
         sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         engine.engine.add(Request(f"{length:032x}", 0, prompt, sampling))
-        told = [token for step in steps_of(engine) for token in step.prompt_logprobs]
-        found[length] = torch.tensor([one.logprob for part in told for one in part.logprobs])
+        reported = [token for step in steps_of(engine) for token in step.prompt_logprobs]
+        found[length] = torch.tensor([one.logprob for part in reported for one in part.logprobs])
         assert len(found[length]) == length - 1
     engine.close()
     return found
@@ -198,7 +198,7 @@ async def lose_a_rank(node: NodeProcess, incarnation: str, number: signal.Signal
     async with session(incarnation) as stream:
         request = request_of(400)
         await stream.dispatch(request, None)
-        await stream.until(lambda: request.key in stream.heard)
+        await stream.until(lambda: request.key in stream.received)
         (engine,) = node.engine_pids()
         with open(f"/proc/{engine}/task/{engine}/children") as children:  # noqa: ASYNC230
             os.kill(int(children.read()), number)
@@ -211,7 +211,7 @@ async def serve_one(node: NodeProcess, incarnation: str) -> None:
     async with session(incarnation) as stream:
         request = request_of(20)
         await stream.dispatch(request, None)
-        await stream.until(lambda: len(stream.heard.get(request.key, Heard()).tokens) == 20)
+        await stream.until(lambda: len(stream.received.get(request.key, Received()).tokens) == 20)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

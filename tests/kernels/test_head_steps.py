@@ -109,11 +109,11 @@ def token_ids(outputs: dict[str, list[Any]]) -> dict[str, list[int]]:
 def test_tokens_and_drafts_are_those_of_a_cpu(config: EngineConfig, on_gpu: ModelRunner) -> None:
     """Tokens and drafts equal a CPU's for prompts in chunks and whole, decodes in graphs and beside
     prompts, greedy, sampled and filtered."""
-    on_cpu, asked = ModelRunner(config), requests(3, 6)
+    on_cpu, requested = ModelRunner(config), requests(3, 6)
     wanted, found = Recorder(on_cpu, MOST), Recorder(on_gpu, MOST)
     limits = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 100}
-    outputs = HeadEngine(on_gpu, found, BLOCKS, **limits).run(asked)
-    expected = HeadEngine(on_cpu, wanted, BLOCKS, **limits).run(asked)
+    outputs = HeadEngine(on_gpu, found, BLOCKS, **limits).run(requested)
+    expected = HeadEngine(on_cpu, wanted, BLOCKS, **limits).run(requested)
     on_cpu.close()
     assert token_ids(outputs) == token_ids(expected)
     assert found.share_of(wanted) == 1.0 and sum(map(bool, found.found.values())) > 4

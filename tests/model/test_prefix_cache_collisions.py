@@ -122,8 +122,8 @@ def test_with_colliding_hashes_blocks_stay_accounted_and_only_collisions_are_wro
     """A hit always has the hash that was looked up: the cache confuses no blocks."""
     model = Model(hash_values)
     for tokens, found in play(model, script):
-        for asked, held in zip(prefixes(tokens), found, strict=False):
-            assert model.hashes(asked)[-1] == model.hashes(held)[-1]
+        for requested, held in zip(prefixes(tokens), found, strict=False):
+            assert model.hashes(requested)[-1] == model.hashes(held)[-1]
 
 
 def test_a_collision_would_be_wrong_kv() -> None:

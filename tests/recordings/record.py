@@ -55,9 +55,9 @@ class Proxy:
                     self._gateway.writes(wrote)
                 answer = await ask(self._gateway.url, request)
                 # A client sends back what it received: names of ids are recorded, not ids.
-                asked = with_ids(request, {name: found for found, name in self._ids.items()})
+                requested = with_ids(request, {name: found for found, name in self._ids.items()})
                 shown = normalised(answer, self._ids)
-                self.exchanges.append(Exchange(wrote, asked.decode(), shown))
+                self.exchanges.append(Exchange(wrote, requested.decode(), shown))
                 writer.write(answer)
                 await writer.drain()
         finally:

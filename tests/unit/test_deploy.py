@@ -106,8 +106,8 @@ def test_an_alert_of_a_role_outlives_its_engines_series() -> None:
     if there never were any."""
     [rule] = [rule for rule in rules() if rule.get("alert") == "BatonRoleDown"]
     decode, prefill = rule["expr"].split(" or ")
-    for asked, role in ((decode, Role.DECODE), (prefill, Role.PREFILL)):
-        series, _, excepted = asked.partition(" unless ")
+    for requested, role in ((decode, Role.DECODE), (prefill, Role.PREFILL)):
+        series, _, excepted = requested.partition(" unless ")
         assert f'"{role.value}"' in series and excepted.startswith("max by (model_name, role)")
     assert "baton_index_up" in decode and "max_over_time" in prefill
 

@@ -228,14 +228,14 @@ def test_the_module_is_the_command(tmp_path: Path, folder: str, is_safe: bool) -
     """`python -m baton` works from any folder."""
     (tmp_path / "core.py").write_text("raise SystemExit('not ours')")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    said = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-m", "baton", "--help"],
         capture_output=True,
         text=True,
         cwd=tmp_path if folder == "tmp_path" else ROOT,
         env=environment | ({"PYTHONSAFEPATH": "1"} if is_safe else {}),
     )
-    assert said.returncode == 0 and said.stdout.startswith("usage: baton [-h]"), said
+    assert printed.returncode == 0 and printed.stdout.startswith("usage: baton [-h]"), printed
 
 
 def test_generic_names_are_not_importable_bare() -> None:

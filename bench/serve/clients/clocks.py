@@ -29,15 +29,15 @@ def recorded(into: Clocks) -> Iterator[None]:
         return
     query = ",".join(["index", *_FIELDS.values()])
     command = [program, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen([*command, "-lms", str(_EVERY_MS)], stdout=said)
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen([*command, "-lms", str(_EVERY_MS)], stdout=output)
         try:
             yield
         finally:
             process.terminate()
             process.wait(_LAST_WORD_S)
-            said.seek(0)
-            into.update(medians(said.read().splitlines()))
+            output.seek(0)
+            into.update(medians(output.read().splitlines()))
 
 
 def medians(lines: list[str]) -> Clocks:

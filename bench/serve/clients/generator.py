@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from baton.core.process.collector import settle
 from baton.loadgen.driver import Driver
-from baton.loadgen.generator import Asked, Load, cancelled_at_the_end, wait
+from baton.loadgen.generator import Load, PlannedRequest, cancelled_at_the_end, wait
 from baton.loadgen.records import Record
 
 from .arrivals import BACKGROUND, Arrival, Background
@@ -52,14 +52,14 @@ async def run(
     return load.records
 
 
-def _of_prompt(arrival: Arrival, vocab_size: int) -> Asked:
+def _of_prompt(arrival: Arrival, vocab_size: int) -> PlannedRequest:
     token_ids = arrival.prompt.token_ids(vocab_size)
-    return Asked(token_ids, len(token_ids), arrival.num_output_tokens)
+    return PlannedRequest(token_ids, len(token_ids), arrival.num_output_tokens)
 
 
-def _of_stream(background: Background, stream: int, vocab_size: int) -> Iterator[Asked]:
+def _of_stream(background: Background, stream: int, vocab_size: int) -> Iterator[PlannedRequest]:
     token_ids = background.prompt(stream).token_ids(vocab_size)
     num_tokens = background.first_output_tokens(stream)
     while True:
-        yield Asked(token_ids, len(token_ids), num_tokens)
+        yield PlannedRequest(token_ids, len(token_ids), num_tokens)
         num_tokens = background.num_output_tokens

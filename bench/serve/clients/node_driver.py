@@ -33,7 +33,7 @@ _SECRET_VARIABLE = "BATON_CLUSTER_SECRET"  # not on a command line
 _DEADLINE_S = 600.0
 
 
-class _Said(NamedTuple):
+class _Reported(NamedTuple):
     """The part of a step's outputs that concerns one request."""
 
     num_tokens: int = 0
@@ -46,7 +46,7 @@ class _Engine:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self._queues: dict[str, asyncio.Queue[_Said]] = {}
+        self._queues: dict[str, asyncio.Queue[_Reported]] = {}
 
     async def read(self) -> None:
         """Distribute outputs to their requests until the channel ends."""
@@ -54,23 +54,23 @@ class _Engine:
             while True:
                 message = await self._next()
                 for request_id in message.outputs.tokens.request_ids:
-                    self._put(request_id, _Said(1))
+                    self._put(request_id, _Reported(1))
                 for output in message.outputs.outputs:
                     error = (output.error.code or "error") if output.HasField("error") else ""
-                    said = _Said(len(output.token_ids), bool(output.finish_reason), error)
-                    self._put(output.request_id, said)
+                    event = _Reported(len(output.token_ids), bool(output.finish_reason), error)
+                    self._put(output.request_id, event)
         finally:
             for request_id in self._queues:
-                self._put(request_id, _Said(error="the engine is gone"))
+                self._put(request_id, _Reported(error="the engine is gone"))
 
     async def _next(self) -> node_pb2.NodeMessage:
         """The next message. Raises asyncio.IncompleteReadError, OSError."""
         length = decode_length(await self._reader.readexactly(LENGTH_BYTES))
         return node_pb2.NodeMessage.FromString(await self._reader.readexactly(length))
 
-    def _put(self, request_id: str, said: _Said) -> None:
+    def _put(self, request_id: str, event: _Reported) -> None:
         if queue := self._queues.get(request_id):
-            queue.put_nowait(said)
+            queue.put_nowait(event)
 
     async def stream(self, prompt_ids: Sequence[int], num_tokens: int) -> AsyncIterator[int]:
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
@@ -81,12 +81,12 @@ class _Engine:
         try:
             await self._send(node_pb2.GatewayMessage(dispatch=dispatch))
             while not is_over:
-                said = await queue.get()
-                is_over = said.is_over or bool(said.error)
-                if said.error:
-                    raise DriverError(said.error)
-                if said.num_tokens:
-                    yield said.num_tokens
+                event = await queue.get()
+                is_over = event.is_over or bool(event.error)
+                if event.error:
+                    raise DriverError(event.error)
+                if event.num_tokens:
+                    yield event.num_tokens
         finally:
             del self._queues[request.request_id]
             if not is_over:

@@ -38,7 +38,7 @@ def decode_columns(draw: st.DrawFn, block_size: int) -> DecodeColumns:
         tables,
         numbers(0, 3),
         special=[row for row, one in enumerate(params) if one.top_p < 1 and row not in adding],
-        asking=[row for row, one in enumerate(params) if one.logprobs],
+        alternatives=[row for row, one in enumerate(params) if one.logprobs],
         specs={row: SampleSpec(params[row], keys[row], (4,)) for row in adding},
     )
 
@@ -60,5 +60,5 @@ def columns_of(slices: Sequence[SequenceSlice], block_size: int) -> DecodeColumn
         tables,
         [one.adapter_slot for one in slices],
         special=[row for row, one in enumerate(params) if needs_more_than_noise(one)],
-        asking=[row for row, one in enumerate(params) if one.logprobs],
+        alternatives=[row for row, one in enumerate(params) if one.logprobs],
     )

@@ -28,7 +28,7 @@ class FakeLink:
 
     incarnation: str
     fingerprint: str = "fp"
-    heard_s: float = math.inf
+    reported_s: float = math.inf
     dispatched: list[tuple[Request, Work, Ticket | None, float]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)  # attempts
     promises: list[tuple[int, str, float | None]] = field(default_factory=list)

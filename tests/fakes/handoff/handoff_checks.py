@@ -70,8 +70,8 @@ def search(
     *kinds: str, advances: int = 0, launches: bool = False, sees_steps: bool = False
 ) -> None:
     """No sequence of moves with these faults violates an invariant."""
-    told = {"launches": launches, "sees_steps": sees_steps}
-    Search(Bounds(len(kinds), advances, 1, kinds=frozenset(kinds), **told)).run()
+    reported = {"launches": launches, "sees_steps": sees_steps}
+    Search(Bounds(len(kinds), advances, 1, kinds=frozenset(kinds), **reported)).run()
 
 
 # ---- blocks of steps in flight

@@ -218,8 +218,10 @@ class SourceSide(_Side):
         over_s = dict(self.over_s)
         for event in _stranger_says(transfer_id):
             self.feed(event)
-        told = [each.message for each in self.outbox if each.incarnation == _STRANGER]
-        assert not any(isinstance(message, Manifest) for message in told), "a stranger got blocks"
+        reported = [each.message for each in self.outbox if each.incarnation == _STRANGER]
+        assert not any(isinstance(message, Manifest) for message in reported), (
+            "a stranger got blocks"
+        )
         self.outbox = [each for each in self.outbox if each.incarnation != _STRANGER]
         assert self.over_s == over_s, "a stranger ended a transfer"
 

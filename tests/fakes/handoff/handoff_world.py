@@ -235,8 +235,8 @@ class PullerNode:
                 case Send():
                     self.outbox.append(effect)
                 case Reserve(transfer_id):
-                    asked = {*self.reservations, *(each.transfer_id for each in self.questions)}
-                    assert transfer_id not in asked, "reserved twice"
+                    requested = {*self.reservations, *(each.transfer_id for each in self.questions)}
+                    assert transfer_id not in requested, "reserved twice"
                     self.questions.append(effect)
                 case OpenWindow():
                     self.openings.append(effect)

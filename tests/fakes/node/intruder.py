@@ -27,7 +27,7 @@ os.setgroups([])
 os.setresgid(other, other, other)
 os.setresuid(other, other, other)
 OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.so_reuseport", 0))
-heard, servers, seats = [], [], []
+recorded, servers, seats = [], [], []
 
 
 async def say(address, method, messages, wait_s=5.0, ends=True):
@@ -58,9 +58,9 @@ class Anything(grpc.GenericRpcHandler):
     def service(self, details):
         note = {"method": details.method, "messages": [], "forwarded": None}
         note["metadata"] = [f"{k}={v!r}" for k, v in details.invocation_metadata]
-        heard.append(note)
+        recorded.append(note)
         # Every second one of a method; the others get a challenge.
-        relays = sum(each.get("method") == details.method for each in heard) % 2 == 0
+        relays = sum(each.get("method") == details.method for each in recorded) % 2 == 0
 
         async def take(requests, context):
             async for message in requests:
@@ -87,7 +87,7 @@ async def listen(port, challenge, relay_to):
 
 
 async def notes():
-    return heard
+    return recorded
 
 
 async def deaf():
@@ -97,7 +97,7 @@ async def deaf():
     for seat in seats:
         seat.close()
     seats.clear()
-    return heard
+    return recorded
 
 
 async def flood(address, method, message, per_s, for_s):
@@ -135,13 +135,13 @@ async def connect(where):
     return await asyncio.open_unix_connection(sock=local)
 
 
-async def knock(where, said, wait_s=4.0):
+async def knock(where, payloads, wait_s=4.0):
     """All that comes of these words, and how it ended: "" if it has not."""
     received, writer, how = b"", None, ""
     try:
         async with asyncio.timeout(wait_s):
             reader, writer = await connect(where)
-            for words in said:
+            for words in payloads:
                 writer.write(bytes.fromhex(words))
             while data := await reader.read(65536):
                 received += data
@@ -161,8 +161,8 @@ async def pester(where, words, per_s, for_s):
     began_s, knocks = loop.time(), []
     while (now_s := loop.time() - began_s) < for_s:
         for number in range(len(knocks), int(now_s * per_s)):
-            said = [words] if number % 2 else []
-            knocks.append(asyncio.create_task(knock(where, said, wait_s=8.0)))
+            payloads = [words] if number % 2 else []
+            knocks.append(asyncio.create_task(knock(where, payloads, wait_s=8.0)))
         await asyncio.sleep(0.01)
     ends = await asyncio.gather(*knocks)
     received = [end["received"] for end in ends if end["received"]]
@@ -172,15 +172,15 @@ async def pester(where, words, per_s, for_s):
 async def sit(where, challenge, relay_to):
     """Take every connection there, note all that comes; every second one is passed on."""
     async def take(reader, writer):
-        note = {"where": where, "said": "", "forwarded": None}
-        heard.append(note)
-        relays = sum(each.get("where") == where for each in heard) % 2 == 0
+        note = {"where": where, "payload": "", "forwarded": None}
+        recorded.append(note)
+        relays = sum(each.get("where") == where for each in recorded) % 2 == 0
         try:
             async with asyncio.timeout(3.0):
                 while data := await reader.read(65536):
-                    note["said"] += data.hex()
+                    note["payload"] += data.hex()
                     if relays:
-                        note["forwarded"] = await knock(relay_to, [note["said"]], wait_s=2.5)
+                        note["forwarded"] = await knock(relay_to, [note["payload"]], wait_s=2.5)
                         writer.write(bytes.fromhex(note["forwarded"]["received"]))
                     else:
                         writer.write(bytes.fromhex(challenge))

@@ -56,13 +56,13 @@ class Pair:
         await self.decode.dispatch(request, ticket)
 
     async def finish(self, request: Request) -> list[int]:
-        key, heard = request.key, self.decode.heard
-        await self.decode.until(lambda: key in heard and heard[key].is_over)
-        assert not heard[key].error
+        key, received = request.key, self.decode.received
+        await self.decode.until(lambda: key in received and received[key].is_over)
+        assert not received[key].error
         # The sessions are not ordered: what the source sent first may be read last.
-        first = self.prefill.heard
+        first = self.prefill.received
         await self.prefill.until(lambda: key in first and bool(first[key].tokens))
-        return first[key].tokens + heard[key].tokens
+        return first[key].tokens + received[key].tokens
 
 
 @asynccontextmanager

@@ -105,10 +105,10 @@ class HeadEngine:
             )
         )
 
-    def run(self, asked: Sequence[Request]) -> dict[str, list[Any]]:
+    def run(self, requested: Sequence[Request]) -> dict[str, list[Any]]:
         """All outputs, by request."""
         found: dict[str, list[Any]] = {}
-        for one in asked:
+        for one in requested:
             self.engine.add(one)
         while self.engine.has_work:
             step = self.engine.step()

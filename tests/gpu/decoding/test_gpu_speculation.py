@@ -140,7 +140,7 @@ def test_a_draft_model_drafts_what_it_says_alone(num_requests: int) -> None:
     check_integrity(local.engine)
     local.close()
     alone = LocalEngine.load(EngineConfig(**made, model="demo-draft"), lambda line: None)
-    asked = found[:: max(1, len(found) // 100)]
+    requested = found[:: max(1, len(found) // 100)]
     requests = [
         Request(
             f"{index:032x}",
@@ -148,13 +148,13 @@ def test_a_draft_model_drafts_what_it_says_alone(num_requests: int) -> None:
             tokens,
             SamplingParams(max_tokens=len(drafts), temperature=0.0, ignore_eos=True),
         )
-        for index, (tokens, drafts) in enumerate(asked)
+        for index, (tokens, drafts) in enumerate(requested)
     ]
     outputs = outputs_of(alone, requests)
-    pairs = zip(requests, asked, strict=True)
+    pairs = zip(requests, requested, strict=True)
     same = sum(outputs[request.key] == drafts for request, (_, drafts) in pairs)
     alone.close()
-    assert same >= 0.97 * len(asked), "but for near-ties"
+    assert same >= 0.97 * len(requested), "but for near-ties"
 
 
 HEAD_BLOCKS, MOST = 1200, 4
@@ -188,18 +188,18 @@ def test_a_head_drafts_what_it_does_on_a_cpu(
             )
         )
 
-    asked = requests(num_requests, 60)
+    requested = requests(num_requests, 60)
     on_cpu, without, on_gpu = runner("cpu"), runner("cuda", None), runner("cuda")
     wanted, found = Recorder(on_cpu, MOST), Recorder(on_gpu, MOST)
     limits = {"max_num_seqs": 100, "max_num_batched_tokens": 600}
     reference = HeadEngine(on_cpu, wanted, HEAD_BLOCKS, **limits)
-    reference.run(asked)
-    plain = HeadEngine(without, None, HEAD_BLOCKS, **limits).run(asked)
+    reference.run(requested)
+    plain = HeadEngine(without, None, HEAD_BLOCKS, **limits).run(requested)
     # A request has at most 100 tokens, hence 7 blocks.
     for num_blocks in (HEAD_BLOCKS, 2 + max(8, 3 * num_requests)):
         drafts = HeadEngine(on_gpu, found, num_blocks, **limits)
-        drafted = drafts.run(asked)
-        check_equal([drafted[one.key] for one in asked], [plain[one.key] for one in asked])
+        drafted = drafts.run(requested)
+        check_equal([drafted[one.key] for one in requested], [plain[one.key] for one in requested])
         is_scarce = num_blocks < HEAD_BLOCKS and num_requests > 1
         assert bool(drafts.engine.stats.totals().num_preemptions) == is_scarce
         assert found.share_of(wanted) >= 0.97, "but for near-ties"

@@ -180,7 +180,7 @@ async def test_a_rank_that_ends_ends_its_engine_and_all_begins_anew(
         more=(*COMMON, *case.pool),
     ) as cluster:
         await all_serve(cluster, START_S)
-        is_lost = cluster.said("decode-spread", "engine lost: rank 1 on 127.0.0.1 ended")
+        is_lost = cluster.printed("decode-spread", "engine lost: rank 1 on 127.0.0.1 ended")
         end_rank(cluster, LOOPBACK)
         await until(is_lost)
         await all_serve(cluster, START_S)

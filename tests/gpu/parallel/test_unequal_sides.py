@@ -111,7 +111,7 @@ async def test_tokens_are_those_of_one_gpu(case: Case, tmp_path: Path) -> None:
             for request in requests:
                 await pair.hand_off(request)
             assert [await pair.finish(request) for request in requests] == expected
-            outputs = pair.decode.heard[requests[2].key].outputs
+            outputs = pair.decode.received[requests[2].key].outputs
             (transfer,) = [one.transfer for one in outputs if one.HasField("transfer")]
             assert transfer.transport == case.transport
             assert transfer.bytes == 19 * block_bytes  # ceil(300 / 16) of all layers and heads

@@ -108,14 +108,14 @@ def test_chat_on_a_terminal(system: Running) -> None:
 
 
 def test_a_chat_by_the_template_is_the_one_over_http(system: Running) -> None:
-    said = subprocess.run(
+    printed = subprocess.run(
         [BATON, "chat", "--address", system.address, "--temperature", "0", "--max-tokens", "24"],
         input="read a file\n",
         capture_output=True,
         text=True,
         timeout=30,
     )
-    assert said.returncode == 0, said.stderr
+    assert printed.returncode == 0, printed.stderr
     (line,) = (line for line in system.deployment.startup_lines if line.startswith("Try: "))
     _, curl, url, *arguments = shlex.split(line)
     assert curl == "curl"
@@ -127,48 +127,48 @@ def test_a_chat_by_the_template_is_the_one_over_http(system: Running) -> None:
     )
     with urllib.request.urlopen(request, timeout=20) as answer:
         message = json.load(answer)["choices"][0]["message"]
-    assert message["content"] in said.stdout
+    assert message["content"] in printed.stdout
 
 
 def test_chat_without_a_gateway(system: Running) -> None:
-    said = subprocess.run(
+    printed = subprocess.run(
         [BATON, "chat", "--address", "127.0.0.1:1"], capture_output=True, text=True, timeout=30
     )
-    assert said.returncode == 1
-    assert "no gateway answers at 127.0.0.1:1" in said.stderr
+    assert printed.returncode == 1
+    assert "no gateway answers at 127.0.0.1:1" in printed.stderr
 
 
 @pytest.mark.slow
 def test_chat_starts_a_deployment_of_its_own() -> None:
-    said = subprocess.run(
+    printed = subprocess.run(
         [BATON, "chat", "--device", "cpu", "--cpu-kv-bytes", "67108864", "--max-tokens", "4"],
         input="def f(\n/info\n",
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert said.returncode == 0, said.stderr
-    assert re.search(r"(prefill|decode)-0", said.stdout), "whichever engine it was"
+    assert printed.returncode == 0, printed.stderr
+    assert re.search(r"(prefill|decode)-0", printed.stdout), "whichever engine it was"
 
 
 def fsck(
     system: Running, *arguments: str, secret: str | None = None, command: str = "fsck"
 ) -> tuple[int, str]:
     cluster = system.deployment.cluster
-    said = subprocess.run(
+    printed = subprocess.run(
         [BATON, command, "--redis-url", cluster.redis_url, *arguments],
         capture_output=True,
         text=True,
         timeout=60,
         env=os.environ | {"BATON_CLUSTER_SECRET": secret or cluster.cluster_secret or ""},
     )
-    return said.returncode, said.stdout + said.stderr
+    return printed.returncode, printed.stdout + printed.stderr
 
 
 def test_fsck_of_a_sound_cluster(system: Running) -> None:
-    code, said = fsck(system)
-    assert code == 0, said
-    assert len(re.findall(r"^ok +(?:prefill|decode)-0 ", said, re.MULTILINE)) == 2
+    code, printed = fsck(system)
+    assert code == 0, printed
+    assert len(re.findall(r"^ok +(?:prefill|decode)-0 ", printed, re.MULTILINE)) == 2
 
 
 def test_fsck_while_requests_run(system: Running) -> None:
@@ -179,11 +179,11 @@ def test_fsck_while_requests_run(system: Running) -> None:
         ]
         for stream in streams:
             next(stream)
-        code, said = fsck(system, "--json")
+        code, printed = fsck(system, "--json")
         for stream in streams:
             stream.cancel()
-    assert code == 0, said
-    assert {finding["level"] for finding in json.loads(said)} == {"ok"}
+    assert code == 0, printed
+    assert {finding["level"] for finding in json.loads(printed)} == {"ok"}
 
 
 def test_fsck_finds_an_entry_that_nobody_stands_behind(system: Running) -> None:
@@ -202,36 +202,40 @@ def test_fsck_finds_an_entry_that_nobody_stands_behind(system: Running) -> None:
 
     asyncio.run(announce())
     try:
-        code, said = fsck(system)
+        code, printed = fsck(system)
     finally:
         remove()
     assert code == 1
-    assert re.search(r"^problem +ghost +in Redis, but does not answer", said, re.MULTILINE), said
+    assert re.search(r"^problem +ghost +in Redis, but does not answer", printed, re.MULTILINE), (
+        printed
+    )
 
 
 def test_fsck_with_another_secret_finds_nothing(system: Running) -> None:
-    code, said = fsck(system, secret="another")
+    code, printed = fsck(system, secret="another")
     assert code == 1
-    assert "2 entries are junk or not signed with this secret" in said
+    assert "2 entries are junk or not signed with this secret" in printed
 
 
 def test_an_index_of_no_engine_says_so(system: Running) -> None:
-    code, said = fsck(system, command="index")
-    assert code == 0, said
-    for code, said in (
+    code, printed = fsck(system, command="index")
+    assert code == 0, printed
+    for code, printed in (
         fsck(system, command="index", secret="another"),
         fsck(system, "--cluster", "another", command="index"),
     ):
         assert code == 1
-        assert re.search(r"^error: no engine of cluster '\w+' is listed", said, re.MULTILINE), said
+        assert re.search(r"^error: no engine of cluster '\w+' is listed", printed, re.MULTILINE), (
+            printed
+        )
 
 
 def test_fsck_without_redis() -> None:
-    said = subprocess.run(
+    printed = subprocess.run(
         [BATON, "fsck", "--redis-url", "redis://127.0.0.1:1/0"],
         capture_output=True,
         text=True,
         timeout=30,
     )
-    assert said.returncode == 1
-    assert "Redis does not answer" in said.stderr
+    assert printed.returncode == 1
+    assert "Redis does not answer" in printed.stderr

@@ -205,7 +205,7 @@ def test_a_signal_at_any_moment_of_the_start_leaves_nothing(
         )
         time.sleep(delay_s)  # a random moment
         process.send_signal(number)
-        said, _ = process.communicate(timeout=30)
-        assert b"Traceback" not in said, said.decode()
+        printed, _ = process.communicate(timeout=30)
+        assert b"Traceback" not in printed, printed.decode()
         assert not marked_processes(mark)
         assert not os.listdir(folder)

@@ -24,7 +24,7 @@ NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 @pytest.mark.slow
 async def test_a_mix_of_requests_while_nodes_are_killed(tmp_path: Path) -> None:
     reference = Reference(write_model(tmp_path))
-    asked = mixed_run.draw(NUM_MIXED, seed=2, max_prompt_tokens=120)
+    requested = mixed_run.draw(NUM_MIXED, seed=2, max_prompt_tokens=120)
     kills = {20: "decode-0", 60: "prefill-0"}
     flags = {
         "gateway_0": ("--recovery-wait-s", "30"),
@@ -33,7 +33,7 @@ async def test_a_mix_of_requests_while_nodes_are_killed(tmp_path: Path) -> None:
     config = EngineConfig(model=str(reference.model_dir), load_format="dummy", device="cpu")
     with cluster(reference.model_dir, "gateway-0", *NODES, **flags) as system:
         async with Scene(system, reference) as scene:
-            outcome = await mixed_run.run(system, scene, asked, kills, mixed_run.decodes)
+            outcome = await mixed_run.run(system, scene, requested, kills, mixed_run.decodes)
             await scene.heal()
             await scene.wait_idle()
             await mixed_run.assert_fsck_is_clean(system)

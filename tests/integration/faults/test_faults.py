@@ -142,11 +142,11 @@ async def test_a_mix_of_requests_while_nodes_are_killed(
     system: Cluster, reference: Reference
 ) -> None:
     """The GPU tests' mixed run, with cancels and at a smaller size, is right on a CPU."""
-    asked = mixed_run.draw(NUM_MIXED, seed=1, max_prompt_tokens=120)
+    requested = mixed_run.draw(NUM_MIXED, seed=1, max_prompt_tokens=120)
     kills = {12: "decode-0", 26: "prefill-0"}
     config = EngineConfig(model=str(reference.model_dir), load_format="dummy", device="cpu")
     async with Scene(system, reference) as scene:
-        outcome = await mixed_run.run(system, scene, asked, kills)
+        outcome = await mixed_run.run(system, scene, requested, kills)
         await scene.heal()
         await scene.wait_idle()
         await mixed_run.assert_fsck_is_clean(system)

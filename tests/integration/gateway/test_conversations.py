@@ -118,17 +118,17 @@ async def test_reasoning_that_is_off_or_cut(world: World) -> None:
 
 async def test_reasoning_is_given_back_to_the_template(world: World) -> None:
     world.writes("x</think>y")
-    said = {"role": "assistant", "content": "yes", "reasoning_content": "why"}
-    await chat(world, messages=[*USER, said, *USER])
+    reply = {"role": "assistant", "content": "yes", "reasoning_content": "why"}
+    await chat(world, messages=[*USER, reply, *USER])
     assert world.last_prompt == f"user: hi\nassistant: (why) yes\n{PROMPT}"
 
 
 async def test_a_last_message_is_continued(world: World) -> None:
     """The answer holds only the new text, in a stream too; reasoning that has begun continues."""
     world.writes(" four.")
-    said = {"role": "assistant", "content": "It is"}
+    reply = {"role": "assistant", "content": "It is"}
     more: dict[str, Any] = {
-        "messages": [*USER, said],
+        "messages": [*USER, reply],
         "extra_body": {"continue_final_message": True, "add_generation_prompt": False},
     }
     (choice,) = (await chat(world, **more)).choices
@@ -137,7 +137,7 @@ async def test_a_last_message_is_continued(world: World) -> None:
     assert "reasoning_content" not in choice.message.model_extra
     events = [event async for event in await chat(world, stream=True, **more)]
     assert "".join(event.choices[0].delta.content or "" for event in events) == " four."
-    said["content"] = "<think>\nlet"
+    reply["content"] = "<think>\nlet"
     world.writes(" me see\n</think>\n\nfour")
     (choice,) = (await chat(world, **more)).choices
     assert choice.message.content == "four"
@@ -246,10 +246,10 @@ async def test_a_forced_call_comes_behind_reasoning_that_the_model_begins(tagged
     tagged.writes("<think>", "why", "</think>", "\n\n", "<tool_call>", '\n{"name": "now", '
                   '"arguments": {}}')  # fmt: skip
     choice = await tagged.choice(tools=tools, tool_choice="required", thinking_token_budget=5)
-    asked = tagged.gateway.last_request
-    assert bytes(i for i in asked.prompt_token_ids if i < 256).endswith(b"\nassistant:")
-    assert asked.sampling.constraint is not None
-    rules = asked.sampling.constraint.source.splitlines()
+    requested = tagged.gateway.last_request
+    assert bytes(i for i in requested.prompt_token_ids if i < 256).endswith(b"\nassistant:")
+    assert requested.sampling.constraint is not None
+    rules = requested.sampling.constraint.source.splitlines()
     think, end, call = (tagged.ids[tag] for tag in ("<think>", "</think>", "<tool_call>"))
     assert rules[0].startswith(f"start: <[{think}]> ") and rules[0].endswith(" | body")
     assert f"{{0,5}} <[{end}]> " in rules[0]

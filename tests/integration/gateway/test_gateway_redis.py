@@ -442,8 +442,8 @@ def test_the_private_server_dies_with_its_parent() -> None:
         "s = R.start(); print(s.process.pid, s.folder, flush=True); "
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
-    pid, folder = said.split()
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
+    pid, folder = printed.split()
     deadline_s = time.monotonic() + SOON_S
     while _is_running(int(pid)):
         assert time.monotonic() < deadline_s

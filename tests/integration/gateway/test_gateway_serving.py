@@ -160,8 +160,8 @@ async def test_streams_have_turns_between_what_is_asked_and_what_is_sent_out(
     turn()
     result = await world.client.generate(PROMPT, max_tokens=2).finish()
     assert result.text == expected_text(PROMPT, 2)
-    asked, sent_out = noted
-    assert sent_out - asked >= 3
+    requested, sent_out = noted
+    assert sent_out - requested >= 3
 
 
 async def until_cancelled(node: FakeNode, began_s: float) -> float:
@@ -445,8 +445,8 @@ async def test_each_loss_of_an_engine_is_logged(
         await until(lambda: node.incarnation not in engines)
         node.is_silent = False
         await until(lambda: node.incarnation in engines)
-        said = [line for line in caplog.text.splitlines() if "no heartbeat" in line]
-        assert len(said) == num_losses
+        printed = [line for line in caplog.text.splitlines() if "no heartbeat" in line]
+        assert len(printed) == num_losses
 
 
 async def test_engines_that_do_not_answer_are_tried_until_they_are_not_listed() -> None:
@@ -711,9 +711,9 @@ async def test_the_process_around_it(world: World) -> None:
         result = await client.generate(PROMPT, max_tokens=4).finish()
     assert result.text == expected_text(PROMPT, 4)
     process.terminate()
-    stdout, said = await process.communicate()
+    stdout, printed = await process.communicate()
     assert process.returncode == 0
-    assert b"Traceback" not in said
+    assert b"Traceback" not in printed
     assert b"draining\n" in stdout
 
 

@@ -323,10 +323,10 @@ async def test_bad_calls(
     assert await world.refusal("/v1/completions", PLAIN | change) == (status, code, param)
     is_about_prompt = "prompt" in change or "logprobs" in change
     if not is_about_prompt:
-        told = await world.refusal("/v1/chat/completions", CHAT | change)
+        reported = await world.refusal("/v1/chat/completions", CHAT | change)
         wanted = status, code, param
         if code != "context_length_exceeded":  # the template lengthens the prompt
-            assert told == wanted
+            assert reported == wanted
     if param is None or status == 404 or set(change) & {"stream", "stream_options", "model"}:
         return
     await _same_over_grpc(world, change, code, param)
@@ -574,8 +574,8 @@ async def test_a_gateway_that_stops_tells_whom_it_cuts_off(world: World) -> None
         rest = (await answer.text()).split("\n\n")
     error = json.loads(rest[-2].removeprefix("data: "))["error"]
     assert (error["code"], error["message"]) == ("unavailable", "this gateway is shutting down")
-    status, _, said = await plain
-    assert (status, said["error"]["code"]) == (503, "unavailable")
+    status, _, error_body = await plain
+    assert (status, error_body["error"]["code"]) == (503, "unavailable")
 
 
 async def test_the_load_of_an_idle_deployment(world: World) -> None:

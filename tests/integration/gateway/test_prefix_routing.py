@@ -94,7 +94,7 @@ async def until_heard_by(server: RedisServer, num_listeners: int) -> None:
 
 
 @asynccontextmanager
-async def told(world: World, num_blocks: int) -> AsyncIterator[None]:
+async def reported(world: World, num_blocks: int) -> AsyncIterator[None]:
     """At the end, wait until engines have published at least `num_blocks` new blocks."""
     secret = ClusterSecret.of(world.system.deployment.cluster)
     link = RedisIndexLink(RedisClient(world.redis.url, "default", secret))
@@ -119,7 +119,7 @@ async def test_requests_go_where_their_prefix_is(world: World) -> None:
     async with AsyncClient(world.system.address) as client:
         for attempt in range(5):  # a node that lacks CPU time gets no requests for a while
             groups = range(100 + 6 * attempt, 106 + 6 * attempt)
-            async with told(world, len(groups) * PREFIX_TOKENS // BLOCK_SIZE):
+            async with reported(world, len(groups) * PREFIX_TOKENS // BLOCK_SIZE):
                 firsts = await asyncio.gather(*(generate(client, g, 0) for g in groups))
             homes = {g: first.prefill_node for g, first in zip(groups, firsts, strict=True)}
             if len(set(homes.values())) == 2:
@@ -199,7 +199,7 @@ async def test_redis_wiped_stopped_and_killed_changes_no_token(world: World) -> 
         assert again.cached_tokens == PREFIX_TOKENS, "the mirror outlives Redis"
         with redis_again(world.redis):
             await asyncio.sleep(1.5)  # publishers reconnect within a second
-            async with told(world, PREFIX_TOKENS // BLOCK_SIZE):
+            async with reported(world, PREFIX_TOKENS // BLOCK_SIZE):
                 first = await generate(client, 20, 0)
             second = await generate(client, 20, 1)
             assert second.prefill_node == first.prefill_node
@@ -231,12 +231,12 @@ async def test_messages_that_are_not_signed_with_our_secret_are_junk() -> None:
         ours, gateway, theirs, plain = (
             RedisIndexLink(RedisClient(server.url, "default", ClusterSecret(s))) for s in secrets
         )
-        heard: list[bytes] = []
+        received: list[bytes] = []
 
         async def listen() -> None:
             async with aclosing(gateway.messages()) as messages:
                 async for message in messages:
-                    heard.append(message)
+                    received.append(message)
                     if message == true:
                         return
 
@@ -250,6 +250,6 @@ async def test_messages_that_are_not_signed_with_our_secret_are_junk() -> None:
             assert read == [await gateway.read_contents(incarnation)]
             assert read == [true if link is ours else b""]
         await asyncio.wait_for(listening, 20)
-        assert heard == [b"", b"", true]
+        assert received == [b"", b"", true]
         for link in (ours, gateway, theirs, plain):
             await link._redis.close()

@@ -156,10 +156,10 @@ def test_who_proves_nothing_is_no_rank(config: EngineConfig, head: Head) -> None
         stranger.sendall(b"x" * 1000)
         stranger.settimeout(5)
         try:
-            heard = stranger.recv(100)
+            received = stranger.recv(100)
         except ConnectionResetError:  # its data was not read
-            heard = b""
-        assert heard == b""
+            received = b""
+        assert received == b""
     assert not head.joined.done()
 
 

@@ -66,9 +66,9 @@ class Cluster:
     hosts: dict[str, NodeProcess]
     gateway: NodeProcess
 
-    def said(self, name: str, text: str) -> Callable[[], bool]:
+    def printed(self, name: str, text: str) -> Callable[[], bool]:
         """Whether the node prints the line, from this moment on."""
-        lines = (self.nodes | self.hosts)[name].said
+        lines = (self.nodes | self.hosts)[name].printed
         seen = len(lines)
         return lambda: any(text in line for line in lines[seen:])
 
@@ -215,7 +215,7 @@ async def test_a_lost_host_ends_the_engine_and_requests_go_on_elsewhere(
     running = [asyncio.create_task(generate(spread, prompt, 900)) for prompt in prompts]
     await asyncio.sleep(0.5)  # on both decode engines
     assert not any(task.done() for task in running)
-    is_lost = spread.said("decode-spread", f"engine lost: rank 1 on {wire.there} {reason}")
+    is_lost = spread.printed("decode-spread", f"engine lost: rank 1 on {wire.there} {reason}")
     began_s = time.monotonic()
     with fault(spread, wire):
         await until(is_lost)

@@ -183,8 +183,8 @@ def test_a_neighbour_that_is_lost_ends_the_start(threads: ThreadPoolExecutor) ->
 
 def test_devices_of_two_kinds_are_refused() -> None:
     stages = tcp_stages(2)
-    told = [msgspec.msgpack.encode(("", kind, b"")) for kind in ("CPU", "GPU")]
-    meet = _meet_with_addresses(stages[1], lambda mine: told, "GPU")
+    reported = [msgspec.msgpack.encode(("", kind, b"")) for kind in ("CPU", "GPU")]
+    meet = _meet_with_addresses(stages[1], lambda mine: reported, "GPU")
     with pytest.raises(StartupFailed, match="--device: rank 1 computes on a GPU, rank 0 on a CPU"):
         meet(b"")
     close(stages)

@@ -338,10 +338,10 @@ async def test_a_supervisor_that_stops_alone_costs_its_engine_nothing(
                     prompt = tuple(range(first, first + 200))
                     request = Request(f"r{first}", 0, prompt, SamplingParams(max_tokens=4))
                     await engine.dispatch(request, None)
-                    await engine.until(lambda key=request.key: key in engine.heard)  # type: ignore[misc]
-                    heard = engine.heard[request.key]
-                    await engine.until(lambda heard=heard: heard.is_over)  # type: ignore[misc]
-                    assert len(heard.tokens) == 4
+                    await engine.until(lambda key=request.key: key in engine.received)  # type: ignore[misc]
+                    received = engine.received[request.key]
+                    await engine.until(lambda received=received: received.is_over)  # type: ignore[misc]
+                    assert len(received.tokens) == 4
             redis = RedisClient(redis_url, CLUSTER, ClusterSecret(SECRET))
             link, num_cached = RedisIndexLink(redis), 0
             async with asyncio.timeout(PATIENCE_S):

@@ -60,10 +60,10 @@ async def test_tokens_and_acceptance_behind_a_hand_off_are_those_of_one_engine(
 ) -> None:
     """Which drafts are right is the same after a hand-off; how many pay depends on the machine's
     speed."""
-    (drafting, drafts_of), asked = write(tmp_path), requests()
+    (drafting, drafts_of), requested = write(tmp_path), requests()
     config = EngineConfig(model=str(tmp_path), device="cpu", num_kv_blocks=300)
     alone = LocalEngine.load(config, print)
-    expected = outputs_of(alone, asked)
+    expected = outputs_of(alone, requested)
     alone.close()
     flags = ("--model", str(tmp_path), "--num-kv-blocks", "300")
     flags += ("--speculative-config", json.dumps(drafting | {"num_speculative_tokens": 1}))
@@ -71,22 +71,22 @@ async def test_tokens_and_acceptance_behind_a_hand_off_are_those_of_one_engine(
         pair = [launch(role, redis.url, *flags) for role in (Role.PREFILL, Role.DECODE)]
         try:
             async with connected(Nodes(*pair, redis.url, flags)) as nodes:
-                for request in asked:
+                for request in requested:
                     await nodes.hand_off(request)
-                for request in asked:
+                for request in requested:
                     assert await nodes.finish(request) == expected[request.key]
                 seen = nodes.decode.num_heartbeats + 1
                 await nodes.decode.until(lambda: nodes.decode.num_heartbeats > seen)
-                counts, heard = nodes.decode.heartbeat.counters, nodes.decode.heard
+                counts, received = nodes.decode.heartbeat.counters, nodes.decode.received
             await wait_idle(*(node.address for node in pair))
         finally:
             for node in pair:
                 node.end(signal.SIGKILL)
     accepted = {False: 0, True: 0}  # by whether the formula's draft is right there
     alone_wrong = 0  # single tokens where the formula's draft is wrong: rejected, or not made
-    for request in asked:
+    for request in requested:
         known = [*request.prompt_token_ids, expected[request.key][0]]
-        for tokens in filter(None, heard[request.key].by_message.values()):
+        for tokens in filter(None, received[request.key].by_message.values()):
             is_right = drafts_of(known, 1) == tokens[:1]
             if len(tokens) == 2:
                 accepted[is_right] += 1

@@ -42,9 +42,7 @@ class DyingEngine:
         self.inbox: Inbox[Any] = Inbox()
         self.channels = EngineChannels(self.inbox, welcome)
         self.channels.links.heartbeat(node_pb2.Heartbeat())
-        policy = AcceptPolicy(
-            ClusterSecret().keys_by_id(), (GATEWAY,), lambda opening, names: None
-        )
+        policy = AcceptPolicy(ClusterSecret().keys_by_id(), (GATEWAY,), lambda opening, names: None)
         self.listener = ChannelListener(
             self.incarnation, "127.0.0.1", 0, lambda port: (f"127.0.0.1:{port}",), policy
         )

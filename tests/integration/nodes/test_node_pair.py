@@ -131,13 +131,15 @@ class Gateway:
     async def finish(self, request: Request) -> list[int]:
         """Wait for the end on the decode node; returns all tokens."""
         key = request.key
-        await self.decode.until(lambda: key in self.decode.heard and self.decode.heard[key].is_over)
-        assert not self.decode.heard[key].error
+        await self.decode.until(
+            lambda: key in self.decode.received and self.decode.received[key].is_over
+        )
+        assert not self.decode.received[key].error
         # The two sessions are unordered: the source's message may arrive last.
         await self.prefill.until(
-            lambda: key in self.prefill.heard and bool(self.prefill.heard[key].tokens)
+            lambda: key in self.prefill.received and bool(self.prefill.received[key].tokens)
         )
-        return self.prefill.heard[key].tokens + self.decode.heard[key].tokens
+        return self.prefill.received[key].tokens + self.decode.received[key].tokens
 
 
 @asynccontextmanager
@@ -212,7 +214,7 @@ async def test_handoffs_equal_a_single_process(gateway: Gateway, reference: Mode
         await gateway.hand_off(request)
     for request in requests:
         assert await gateway.finish(request) == single_process_tokens(reference, request)
-    long = gateway.decode.heard[requests[3].key]
+    long = gateway.decode.received[requests[3].key]
     (transfer,) = [o.transfer for o in long.outputs if o.HasField("transfer")]
     assert transfer.transport == "shm"
     assert transfer.bytes == 38 * reference.kv.block_bytes  # ceil(600 / 16)
@@ -223,7 +225,7 @@ async def test_handoffs_equal_a_single_process(gateway: Gateway, reference: Mode
         "decode_started",
         "first_decode_ended",
     ]
-    assert gateway.prefill.heard[requests[3].key].events == [
+    assert gateway.prefill.received[requests[3].key].events == [
         "prefill_queued",
         "prefill_started",
         "first_token",
@@ -249,8 +251,8 @@ async def test_cancel_frees_both_nodes_at_once(
     await gateway.hand_off(request)
 
     def has_tokens() -> bool:
-        heard = gateway.decode.heard.get(request.key)
-        return heard is not None and len(heard.tokens) >= num_tokens_before
+        received = gateway.decode.received.get(request.key)
+        return received is not None and len(received.tokens) >= num_tokens_before
 
     if num_tokens_before:
         await gateway.decode.until(has_tokens)
@@ -265,7 +267,7 @@ async def test_end_of_the_stream_cancels_its_requests(nodes: Nodes) -> None:
     async with connected(nodes) as gateway:
         request = gateway.request(100, max_tokens=1000)
         await gateway.hand_off(request)
-        await gateway.decode.until(lambda: request.key in gateway.decode.heard)
+        await gateway.decode.until(lambda: request.key in gateway.decode.received)
     await wait_idle(nodes.prefill.address, nodes.decode.address, timeout_s=SOON_S)
 
 
@@ -287,8 +289,8 @@ async def test_crafted_ticket_is_refused(gateway: Gateway) -> None:
     request = gateway.request(20)
     ticket = Ticket(request.request_id, "0" * 32, gateway.puller)
     await gateway.prefill.dispatch(request, ticket)
-    await gateway.prefill.until(lambda: request.key in gateway.prefill.heard)
-    assert gateway.prefill.heard[request.key].error == "unknown_transfer"
+    await gateway.prefill.until(lambda: request.key in gateway.prefill.received)
+    assert gateway.prefill.received[request.key].error == "unknown_transfer"
 
 
 async def test_paused_engine_is_not_ready_and_comes_back(gateway: Gateway, nodes: Nodes) -> None:
@@ -315,7 +317,7 @@ async def test_killed_engine_ends_its_streams_and_is_replaced(
         await become(True)
         request = gateway.request(100, max_tokens=1500)
         await gateway.hand_off(request)
-        await gateway.decode.until(lambda: request.key in gateway.decode.heard)
+        await gateway.decode.until(lambda: request.key in gateway.decode.received)
         (pid,) = node.engine_pids()
         killed = gateway.puller if name == "decode" else gateway.source
         killed_s = time.monotonic()
@@ -363,8 +365,8 @@ def test_start_failures_are_told_in_words(model_dir: Path, redis_url: str) -> No
     started = [launch(Role.PREFILL, redis_url, *flags) for flags in expected]
     for node, words in zip(started, expected.values(), strict=True):
         assert node.wait() == 1
-        assert any(line.startswith(f"error: {words}") for line in node.said)
-        assert not any("Traceback" in line for line in node.said)
+        assert any(line.startswith(f"error: {words}") for line in node.printed)
+        assert not any("Traceback" in line for line in node.printed)
 
 
 @pytest.fixture
@@ -389,7 +391,7 @@ def test_a_node_whose_port_is_taken_says_so_and_takes_another(
     starting."""
     node, port = crowded
     assert not node.address.endswith(f":{port}")
-    assert any(f"cannot listen on 127.0.0.1:{port}" in line for line in node.said)
+    assert any(f"cannot listen on 127.0.0.1:{port}" in line for line in node.printed)
 
 
 async def test_sigterm_lets_what_runs_finish(
@@ -410,15 +412,15 @@ async def test_sigterm_lets_what_runs_finish(
             for name in "ab"
         )
         await busy.dispatch(request, None)
-        await busy.until(lambda: request.key in busy.heard)
+        await busy.until(lambda: request.key in busy.received)
         os.killpg(node.process.pid, signal.SIGTERM)
         await idle.until(lambda: idle.ended is not None)
         await busy.until(lambda: busy.heartbeat.is_draining)
         await busy.dispatch(late, None)
-        await busy.until(lambda: busy.heard[request.key].is_over)
-        await busy.until(lambda: late.key in busy.heard)
+        await busy.until(lambda: busy.received[request.key].is_over)
+        await busy.until(lambda: late.key in busy.received)
     expected = single_process_tokens(reference, request)
-    assert busy.heard[request.key].tokens == expected
-    assert busy.heard[late.key].error == "unavailable"
+    assert busy.received[request.key].tokens == expected
+    assert busy.received[late.key].error == "unavailable"
     assert node.wait() == 0
-    assert "draining" in node.said
+    assert "draining" in node.printed

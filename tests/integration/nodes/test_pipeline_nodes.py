@@ -92,7 +92,7 @@ async def test_unequal_sides_equal_one_process(
             for request in requests:
                 expected = outputs_of(reference, [request])[request.key]
                 assert await pair.finish(request) == expected
-            outputs = pair.decode.heard[requests[1].key].outputs
+            outputs = pair.decode.received[requests[1].key].outputs
             (transfer,) = [one.transfer for one in outputs if one.HasField("transfer")]
             assert transfer.transport == "shm"
             # ceil(300 / 16) blocks; each layer and head is stored once

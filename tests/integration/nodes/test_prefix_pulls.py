@@ -89,11 +89,11 @@ class Engines:
         """The request's tokens, and its number of cached prompt tokens."""
         to = self.sessions[name]
         await to.dispatch(request, None)
-        await to.until(lambda: request.key in to.heard and to.heard[request.key].is_over)
-        heard = to.heard[request.key]
-        assert not heard.error
-        (cached,) = [o.cached_tokens for o in heard.outputs if o.HasField("cached_tokens")]
-        return heard.tokens, cached
+        await to.until(lambda: request.key in to.received and to.received[request.key].is_over)
+        received = to.received[request.key]
+        assert not received.error
+        (cached,) = [o.cached_tokens for o in received.outputs if o.HasField("cached_tokens")]
+        return received.tokens, cached
 
     def from_peer(self, request: Request, name: str) -> Request:
         source = PrefixSource(self.incarnations[name], PREFIX_BLOCKS, LIMIT_S)
@@ -200,9 +200,9 @@ async def test_a_source_that_hangs_or_is_killed_costs_no_attempt(
     await engines.run("decode-1", cold)
     (pid,) = engines.nodes["decode-1"].engine_pids()
     os.kill(pid, signal.SIGSTOP)
-    asked = engines.from_peer(engines.request(3000), "decode-1")
-    asked = replace(asked, prefix_source=replace(asked.prefix_source, limit_s=0.3))
-    assert await engines.run("prefill-0", asked) == (expected, 0)
+    requested = engines.from_peer(engines.request(3000), "decode-1")
+    requested = replace(requested, prefix_source=replace(requested.prefix_source, limit_s=0.3))
+    assert await engines.run("prefill-0", requested) == (expected, 0)
     waiting = engines.from_peer(engines.request(3000), "decode-1")
     job = asyncio.create_task(engines.run("prefill-1", waiting))
     await asyncio.sleep(0.05)

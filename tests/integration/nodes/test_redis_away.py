@@ -22,7 +22,7 @@ from patience import SOON_S
 
 from baton.client import AsyncClient
 from baton.cluster.entries import decode_entry
-from baton.cluster.known_nodes import ACCEPTED, NodeAddress, ask_members
+from baton.cluster.known_nodes import ACCEPTED, NodeAddress, fetch_members
 from baton.cluster.secret import ClusterSecret
 from baton.core.errors import BatonError, NodeLost, Unauthenticated, Unavailable
 from baton.core.membership import Role
@@ -69,7 +69,7 @@ async def kill_engines(system: Cluster, *names: str) -> None:
 
 async def engines_of(system: Cluster, name: str, secret: str | None = SECRET) -> list[str]:
     """The incarnations that a node returns to a caller with this secret."""
-    ask = partial(ask_members, ClusterSecret(secret), None)
+    ask = partial(fetch_members, ClusterSecret(secret), None)
     entries = await ask(NodeAddress(system.processes[name].address, Role(name.partition("-")[0])))
     return [decode_entry(entry, ClusterSecret(SECRET)).member.incarnation for entry in entries]
 
@@ -126,8 +126,8 @@ async def refuse(requests: AsyncIterator[Any], context: Any) -> None:
 
 async def accept_without_a_proof(requests: AsyncIterator[Any], context: Any) -> None:
     await anext(requests)
-    for said in (os.urandom(64), ACCEPTED):
-        await context.write(node_pb2.GetMembersResponse(handshake=said))
+    for payload in (os.urandom(64), ACCEPTED):
+        await context.write(node_pb2.GetMembersResponse(handshake=payload))
     await context.write(node_pb2.GetMembersResponse(entries=[b"junk"]))
 
 
@@ -154,7 +154,7 @@ async def test_who_does_not_prove_itself_is_not_heard(talk: Talk) -> None:
     await server.start()
     began_s = time.monotonic()
     with pytest.raises(BatonError):
-        await ask_members(
+        await fetch_members(
             ClusterSecret(SECRET), None, NodeAddress(f"127.0.0.1:{port}", Role.DECODE)
         )
     assert time.monotonic() - began_s < SOON_S

@@ -155,8 +155,8 @@ def test_a_rank_that_is_gone_or_hangs_ends_the_engine(
         engine.engine.step()
     begin_s = time.monotonic()
     os.kill(process.pid, number)
-    said = "rank 1 ended" if number == signal.SIGKILL else "rank 1 has not answered"
-    with pytest.raises(EngineFailed, match=said):
+    reason = "rank 1 ended" if number == signal.SIGKILL else "rank 1 has not answered"
+    with pytest.raises(EngineFailed, match=reason):
         while True:
             engine.engine.step()
     assert time.monotonic() - begin_s < 4.0

@@ -83,7 +83,7 @@ async def test_handoffs_between_ranks_equal_one_process(
             await pair.hand_off(request)
         for request in requests:
             assert await pair.finish(request) == expected_of(reference, request)
-        outputs = pair.decode.heard[requests[2].key].outputs
+        outputs = pair.decode.received[requests[2].key].outputs
         (transfer,) = [output.transfer for output in outputs if output.HasField("transfer")]
         assert transfer.transport == "shm"
         # ceil(600 / 16) blocks, of which each rank has one of the two KV heads
@@ -95,7 +95,7 @@ async def test_cancel_in_a_handoff_frees_both_sides(nodes: Nodes) -> None:
     async with connected(nodes) as pair:
         request = request_of(900, max_tokens=500)
         await pair.hand_off(request)
-        await pair.prefill.until(lambda: request.key in pair.prefill.heard)
+        await pair.prefill.until(lambda: request.key in pair.prefill.received)
         await pair.prefill.cancel(request)
         await pair.decode.cancel(request)
         await wait_idle(nodes.prefill.address, nodes.decode.address, timeout_s=2.0)
@@ -134,7 +134,7 @@ async def test_a_lost_rank_takes_its_engine_down_and_it_comes_back(
     what = "rank 1 ended" if number == signal.SIGKILL else "rank 1 has not answered"
     assert isinstance(stream.ended, BatonError)
     assert stream.ended.message.startswith(what)
-    assert any(line.startswith(f"engine lost: {what}") for line in node.said)
+    assert any(line.startswith(f"engine lost: {what}") for line in node.printed)
     assert victim not in marked_processes(OUR_MARK)
     async with connected(nodes, without=lost) as pair:
         request = request_of(100)
@@ -158,7 +158,7 @@ def test_a_rank_that_hangs_while_it_loads_is_named(model_dir: Path) -> None:
         finally:
             if node.process.poll() is None:
                 node.end(signal.SIGKILL)
-    assert any("rank 1 has made no progress in its start for 2 s" in line for line in node.said)
+    assert any("rank 1 has made no progress in its start for 2 s" in line for line in node.printed)
     assert pid not in marked_processes(OUR_MARK)
 
 
@@ -201,7 +201,7 @@ async def hand_off_all(nodes: Nodes, reference: LocalEngine, reads_per_block: fl
         await pair.prefill.cancel(cancelled)
         for request in requests:
             assert await pair.finish(request) == expected_of(reference, request)
-        outputs = pair.decode.heard[requests[1].key].outputs
+        outputs = pair.decode.received[requests[1].key].outputs
         (transfer,) = [output.transfer for output in outputs if output.HasField("transfer")]
         assert transfer.transport == "shm"
         assert transfer.bytes == 19 * reads_per_block * reference.runner.kv.block_bytes

@@ -116,10 +116,10 @@ class Renewed:
             yield ask
 
     def http(self) -> str:
-        (ready,) = self.said("gateway", "ready: ")
+        (ready,) = self.printed("gateway", "ready: ")
         return ready.split()[-2]
 
-    def said(self, name: str, *words: str) -> list[str]:
+    def printed(self, name: str, *words: str) -> list[str]:
         return [
             line
             for line in list(self.system.lines)
@@ -187,9 +187,9 @@ class Renewed:
     def windows(self) -> Counter[tuple[str, str]]:
         """How often a decode node has connected to the data port of a source."""
         found: Counter[tuple[str, str]] = Counter()
-        for line in self.said("decode", "reads from source", "over tcp"):
-            name, _, said = line.partition(" | ")
-            found[name, said.partition("reads from source ")[2].split()[0]] += 1
+        for line in self.printed("decode", "reads from source", "over tcp"):
+            name, _, printed = line.partition(" | ")
+            found[name, printed.partition("reads from source ")[2].split()[0]] += 1
         return found
 
     # --- certificates presented ---------------------------------------------------------------
@@ -306,5 +306,5 @@ async def test_certificates_and_their_ca_are_renewed_under_load_without_an_error
                 assert await renewed.admits(door, fresh) == (door.wants is None), door
             await load.progress()
     for name in NODES:  # links end only by the faults of their node
-        linked = renewed.said("gateway", "linked to", f" {name} ")
+        linked = renewed.printed("gateway", "linked to", f" {name} ")
         assert len(linked) == 1 + renewed.num_breaks[name], linked

@@ -27,7 +27,7 @@ from node_driver import CLUSTER, OUR_MARK, SECRET, members, session
 from baton.cli.cluster.survey import ask_ledgers
 from baton.client import AsyncClient, NodeInfo
 from baton.cluster.entries import decode_entry
-from baton.cluster.known_nodes import ANY_ENGINE, LEDGERS, MEMBERS, NodeAddress, ask_members
+from baton.cluster.known_nodes import ANY_ENGINE, LEDGERS, MEMBERS, NodeAddress, fetch_members
 from baton.cluster.redis_client import RedisClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret, operator_key
@@ -220,7 +220,7 @@ def test_calls_without_a_handshake_get_an_error_and_nothing_else(
         check_silent(world, answer)
         if what != "what was recorded":
             assert not answer["received"], "not even a proof to test guesses against"
-    assert not [line for line in world.system.processes["prefill-0"].said if "Traceback" in line]
+    assert not [line for line in world.system.processes["prefill-0"].printed if "Traceback" in line]
 
 
 async def test_a_recorded_handshake_is_good_for_a_challenge_and_no_more(
@@ -315,7 +315,7 @@ def test_an_engine_says_nothing_to_who_does_not_know_the_secret(world: World, wh
     attacker: Intruder = getattr(world, who)
     engines = asyncio.run(members_by_name(world))
     source, puller = engines["prefill-0"], engines["decode-0"].incarnation
-    before = {name: len(world.system.processes[name].said) for name in NODES}
+    before = {name: len(world.system.processes[name].printed) for name in NODES}
     dispatch = node_pb2.GatewayMessage(dispatch=node_pb2.Dispatch(request_id="r"))
     for where, address in doors(source).items():
         attempts = {
@@ -329,8 +329,8 @@ def test_an_engine_says_nothing_to_who_does_not_know_the_secret(world: World, wh
             for secret in (None, "a guess"):
                 ours = claim(purpose, source, puller, address, secret)
                 attempts[f"{purpose!r} with {secret}"] = [ours.opening.hex(), bytes(32).hex()]
-        for what, said in attempts.items():
-            came = attacker.do("knock", where=where, said=said)
+        for what, payloads in attempts.items():
+            came = attacker.do("knock", where=where, payloads=payloads)
             assert came["how"] in ("end", "ConnectionResetError", "BrokenPipeError"), (what, came)
             if what == "what was recorded" and isinstance(where, int):
                 assert len(bytes.fromhex(came["received"])) == CHALLENGE_BYTES
@@ -338,10 +338,10 @@ def test_an_engine_says_nothing_to_who_does_not_know_the_secret(world: World, wh
                 assert not came["received"], "not even a proof to test guesses against"
     asyncio.run(world.until_linked(*NODES))
     for name in NODES:
-        said = world.system.processes[name].said[before[name] :]
-        assert not [line for line in said if "Traceback" in line]
-        assert not [line for line in said if "the link with puller" in line]
-        assert not [line for line in said if "the link with source" in line]
+        printed = world.system.processes[name].printed[before[name] :]
+        assert not [line for line in printed if "Traceback" in line]
+        assert not [line for line in printed if "the link with puller" in line]
+        assert not [line for line in printed if "the link with source" in line]
     asyncio.run(world.serves_right())
 
 
@@ -364,7 +364,7 @@ def test_a_flood_of_strangers_at_an_engine_disturbs_nobody(
     source, puller = engines["prefill-0"], engines["decode-0"].incarnation
     where, address = list(doors(source).items())[is_local]
     junk = claim(PULLER, source, puller, address, "a guess").opening.hex()
-    before = {name: len(process.said) for name, process in world.system.processes.items()}
+    before = {name: len(process.printed) for name, process in world.system.processes.items()}
 
     async def attack() -> tuple[dict[str, Any], int]:
         how = {"where": where, "words": junk, "per_s": 1000, "for_s": 2}
@@ -380,9 +380,13 @@ def test_a_flood_of_strangers_at_an_engine_disturbs_nobody(
     assert not came["received"]
     assert sum(came["how"].values()) > 1000
     for name, process in world.system.processes.items():
-        said = process.said[before[name] :]
-        assert not [line for line in said if "Traceback" in line or "the link with" in line], name
-        assert not [line for line in said if "no heartbeat" in line or "closed the" in line], name
+        printed = process.printed[before[name] :]
+        assert not [line for line in printed if "Traceback" in line or "the link with" in line], (
+            name
+        )
+        assert not [line for line in printed if "no heartbeat" in line or "closed the" in line], (
+            name
+        )
 
 
 # --- the addresses of a dead node -----------------------------------------------------------------
@@ -444,7 +448,7 @@ def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(
         while num_calls() < number:  # a port that was just bound may refuse the first call
             with pytest.raises((NodeLost, Unauthenticated)):
                 asyncio.run(
-                    ask_members(
+                    fetch_members(
                         ClusterSecret(SECRET), None, NodeAddress(dead.address, Role.PREFILL)
                     )
                 )
@@ -464,12 +468,12 @@ def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(
     until_s = time.monotonic() + 5
     while num_passed_on() < 2 and time.monotonic() < until_s:  # a live node may be slow to refuse
         time.sleep(0.05)
-    heard = world.intruder.do("deaf")
-    calls = [each for each in heard if "method" in each]
+    received = world.intruder.do("deaf")
+    calls = [each for each in received if "method" in each]
     assert len(calls) == 2
     for call in calls:
-        for said in map(bytes.fromhex, call["messages"]):
-            message = MESSAGES[call["method"]].FromString(said)
+        for payload in map(bytes.fromhex, call["messages"]):
+            message = MESSAGES[call["method"]].FromString(payload)
             assert [each.name for each, _ in message.ListFields()] == ["handshake"]
             Opening.unpack(message.handshake)
         assert not [pair for pair in call["metadata"] if SECRET in pair]
@@ -477,12 +481,12 @@ def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(
     assert relayed["code"] == "UNAUTHENTICATED"
     assert relayed["details"] == "the handshake is for another address"
     assert not relayed["received"]
-    visits = [each for each in heard if "where" in each]
-    assert not [visit for visit in visits if visit["where"] == local and visit["said"]]
-    by_tcp = [visit for visit in visits if visit["where"] != local and visit["said"]]
+    visits = [each for each in received if "where" in each]
+    assert not [visit for visit in visits if visit["where"] == local and visit["payload"]]
+    by_tcp = [visit for visit in visits if visit["where"] != local and visit["payload"]]
     assert len(by_tcp) == 4
     for visit in by_tcp:
-        Opening.unpack(bytes.fromhex(visit["said"]))  # and no further data
+        Opening.unpack(bytes.fromhex(visit["payload"]))  # and no further data
     forwarded = [visit["forwarded"] for visit in by_tcp if visit["forwarded"]]
     assert len(forwarded) == 2
     assert not [each for each in forwarded if each["received"]]

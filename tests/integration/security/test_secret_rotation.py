@@ -104,4 +104,4 @@ async def test_the_secret_is_changed_under_load_without_an_error(
                     await restart(system, gateway)
                 assert load.num_right > before
         for process in system.processes.values():
-            assert not [line for line in process.said if "does not hold the key" in line]
+            assert not [line for line in process.printed if "does not hold the key" in line]

@@ -23,7 +23,7 @@ from deployments import Running, running
 from baton.cli.cluster.survey import ask_ledgers, survey
 from baton.cli.host.certs import make_certificates, with_role_certificate
 from baton.client import Client
-from baton.cluster.known_nodes import LEDGERS, NodeAddress, ask_members
+from baton.cluster.known_nodes import LEDGERS, NodeAddress, fetch_members
 from baton.cluster.known_nodes import dial as dial_node
 from baton.cluster.secret import ClusterSecret
 from baton.cluster.tls import ClusterTls, role_name
@@ -277,7 +277,7 @@ def is_told_members(secured: Secured, shown: str) -> bool:
     secret = ClusterSecret.of(secured.system.deployment.cluster)
     node = NodeAddress(secured.system.node_addresses()["prefill-0"], Role.PREFILL)
     try:
-        return len(asyncio.run(ask_members(secret, tls, node))) == 1
+        return len(asyncio.run(fetch_members(secret, tls, node))) == 1
     except NodeLost as error:
         assert "needs a certificate of the role gateway or decode" in error.message
         return False
@@ -313,8 +313,10 @@ def test_a_node_serves_the_right_role_alone(secured: Secured) -> None:
         found = status_of_ledger(secured, "prefill-0", shown, "prefill")
         assert found is status.PERMISSION_DENIED
     assert asyncio.run(status_of_slow_opening(secured)) is status.PERMISSION_DENIED
-    told = {shown for shown in ("gateway", "prefill", "decode") if is_told_members(secured, shown)}
-    assert told == {"gateway", "decode"}
+    reported = {
+        shown for shown in ("gateway", "prefill", "decode") if is_told_members(secured, shown)
+    }
+    assert reported == {"gateway", "decode"}
     # The TLS handshake fails: a certificate for servers only, an unexpected role, plain text.
     assert status_of_ledger(secured, "prefill-0", "server", "prefill") is status.UNAVAILABLE
     assert status_of_ledger(secured, "prefill-0", "gateway", "decode") is status.UNAVAILABLE
@@ -355,20 +357,20 @@ def test_an_engine_takes_the_right_role_alone(secured: Secured) -> None:
         role = node.partition("-")[0]
         assert refusal(secured, node, PURPOSE_GATEWAY, "gateway", role) == ""
         for shown in ("prefill", "decode"):
-            told = refusal(secured, node, PURPOSE_GATEWAY, shown, role)
-            assert told == f"this needs the certificate of {role_name('gateway')}"
+            reported = refusal(secured, node, PURPOSE_GATEWAY, shown, role)
+            assert reported == f"this needs the certificate of {role_name('gateway')}"
         # The TLS handshake fails: a certificate for servers only, an unexpected role, plain text.
         for shown, expected in (("server", role), ("gateway", "gateway"), (None, role)):
-            told = refusal(secured, node, PURPOSE_GATEWAY, shown, expected)
-            assert told == "nothing but an end"
+            reported = refusal(secured, node, PURPOSE_GATEWAY, shown, expected)
+            assert reported == "nothing but an end"
     either = " or ".join(map(role_name, ("decode", "prefill")))
     for node in ("prefill-0", "decode-0"):  # any engine pulls from any other
         role = node.partition("-")[0]
-        told = refusal(secured, node, PULLER, "gateway", role, puller)
-        assert told == f"this needs the certificate of {either}"
+        reported = refusal(secured, node, PULLER, "gateway", role, puller)
+        assert reported == f"this needs the certificate of {either}"
         for shown in ("prefill", "decode"):
-            told = refusal(secured, node, PULLER, shown, role, stranger)
-            assert told == f"engine {stranger} is not in the directory"
+            reported = refusal(secured, node, PULLER, shown, role, stranger)
+            assert reported == f"engine {stranger} is not in the directory"
 
 
 def test_plain_text_finds_nobody(secured: Secured) -> None:

@@ -274,13 +274,13 @@ def test_who_was_given_no_key_gets_no_memory(destination: HostPool, wrong: Remot
         ShmTransport(destination).connect(wrong)
 
 
-@pytest.mark.parametrize("said", [b"", b"x", bytes(OPENING_BYTES), b"\xff" * 4096])
+@pytest.mark.parametrize("payload", [b"", b"x", bytes(OPENING_BYTES), b"\xff" * 4096])
 @pytest.mark.usefixtures("exporter")
-def test_a_stranger_of_the_same_user_gets_no_descriptor(said: bytes) -> None:
+def test_a_stranger_of_the_same_user_gets_no_descriptor(payload: bytes) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(socket_address(SOURCE))
         connection.settimeout(5)
-        connection.send(said)
+        connection.send(payload)
         data, fds, _, _ = socket.recv_fds(connection, 1024, 4)
     assert not data and not fds
 

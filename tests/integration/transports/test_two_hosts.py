@@ -138,7 +138,7 @@ async def check_tokens(cluster: Cluster, reference: LocalEngine) -> None:
                 SamplingParams(max_tokens=12, ignore_eos=True, **params),
             )
             assert found == outputs_of(reference, [request])[request.key]
-    opened = [line for line in cluster.decode.said if "reads from source" in line]
+    opened = [line for line in cluster.decode.printed if "reads from source" in line]
     assert len(opened) == 1
     assert "over tcp at" in opened[0]
     await wait_idle(cluster.prefill.address, cluster.decode.address)
@@ -189,7 +189,7 @@ async def test_a_partition_is_noticed_on_both_sides_and_heals(
                     passed_s = time.monotonic() - began_s
                     for name, (process, what, within_s) in list(waits.items()):
                         assert passed_s < within_s, f"{name} has not noticed"
-                        if any(what in line for line in process.said):
+                        if any(what in line for line in process.printed):
                             print(f"{name} noticed within {passed_s:.2f} s")
                             del waits[name]
                     await asyncio.sleep(0.01)

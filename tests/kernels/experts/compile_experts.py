@@ -171,18 +171,20 @@ def spills(ptx: str) -> str:
         path.write_text(ptx)
         command = [nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(path), "-o", "/dev/null"]
         found = subprocess.run(command, capture_output=True, text=True)
-    said = found.stdout + found.stderr
-    assert found.returncode == 0, said
-    return " ".join(line.strip() for line in said.splitlines() if "spill" in line or "Used" in line)
+    printed = found.stdout + found.stderr
+    assert found.returncode == 0, printed
+    return " ".join(
+        line.strip() for line in printed.splitlines() if "spill" in line or "Used" in line
+    )
 
 
 def is_good(case: Case) -> bool:
     ptx, shared = case.compile()
-    said = spills(ptx)
-    (spilled,) = re.findall(r"(\d+) bytes spill stores", said)
+    printed = spills(ptx)
+    (spilled,) = re.findall(r"(\d+) bytes spill stores", printed)
     good = shared <= MAX_SHARED_BYTES and int(spilled) <= MOST_SPILLED_BYTES
     good &= "wgmma" in ptx or not case.has_wgmma
-    print("ok " if good else "BAD", case.name, f"{shared} bytes shared,", said)
+    print("ok " if good else "BAD", case.name, f"{shared} bytes shared,", printed)
     return good
 
 

@@ -121,8 +121,8 @@ def main(url: str) -> None:
             for block in answer.content
             if block.type == "tool_use"
         ]
-        said = [block.model_dump(exclude_none=True) for block in answer.content]
-        turns += [{"role": "assistant", "content": said}, {"role": "user", "content": results}]
+        blocks = [block.model_dump(exclude_none=True) for block in answer.content]
+        turns += [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
     print(f"anthropic {anthropic.__version__}, as a coding agent")
 
 

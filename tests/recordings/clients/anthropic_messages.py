@@ -26,28 +26,28 @@ TOOL = {
 def main(url: str) -> None:
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
     create = client.messages.create
-    asked = {"model": "demo", "max_tokens": 500}
+    requested = {"model": "demo", "max_tokens": 500}
     more = {"temperature": 0.5, "top_k": 40}
     create(
-        **asked, system="Be kind.", messages=[USER], stop_sequences=["###"], extra_body=more
+        **requested, system="Be kind.", messages=[USER], stop_sequences=["###"], extra_body=more
     )  # fmt: skip
     thinking = {"type": "enabled", "budget_tokens": 1024}
     with client.messages.stream(
-        **(asked | {"max_tokens": 2000}), messages=[USER], thinking=thinking
+        **(requested | {"max_tokens": 2000}), messages=[USER], thinking=thinking
     ) as stream:
         list(stream)
-    first = create(**asked, messages=[USER], tools=[TOOL])
+    first = create(**requested, messages=[USER], tools=[TOOL])
     (call,) = [block for block in first.content if block.type == "tool_use"]
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "noon"}
     turns = [USER, {"role": "assistant", "content": first.content},
              {"role": "user", "content": [result]}]  # fmt: skip
-    create(**asked, messages=turns, tools=[TOOL])
+    create(**requested, messages=turns, tools=[TOOL])
     client.messages.count_tokens(model="demo", messages=turns, tools=[TOOL], system="Be kind.")
     choice = {"type": "auto", "disable_parallel_tool_use": True}
-    list(create(**asked, messages=[USER], tools=[TOOL], tool_choice=choice, stream=True))
-    create(**asked, messages=[USER], thinking={"type": "disabled"}, metadata={"user_id": "u"})
+    list(create(**requested, messages=[USER], tools=[TOOL], tool_choice=choice, stream=True))
+    create(**requested, messages=[USER], thinking={"type": "disabled"}, metadata={"user_id": "u"})
     try:
-        create(**asked, messages=[USER], extra_body={"temperature": 7})
+        create(**requested, messages=[USER], extra_body={"temperature": 7})
     except anthropic.BadRequestError:
         print(f"anthropic {anthropic.__version__}")
 

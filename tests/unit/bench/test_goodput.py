@@ -167,8 +167,8 @@ def test_all_modes_and_ys_get_the_same_load_of_other_prompts() -> None:
     starts = plan(modes, [cell_named("sharegpt")], [25, 50], {ANY_CELL: [4]}, [], TIMING, 2)
     loads = [run.workload().arrivals for start in starts for run in start.runs]
     assert len(loads) == 2 + 2 + 1 + 1
-    told = [[(a.at_s, a.prompt.num_tokens, a.num_output_tokens) for a in one] for one in loads]
-    assert all(one == told[0] for one in told)
+    reported = [[(a.at_s, a.prompt.num_tokens, a.num_output_tokens) for a in one] for one in loads]
+    assert all(one == reported[0] for one in reported)
     prompts = [{arrival.prompt.seeds for arrival in one} for one in loads[:2]]
     assert not prompts[0] & prompts[1]
 
@@ -183,13 +183,13 @@ def test_results_are_kept_by_key_and_resumed(tmp_path: Path) -> None:
     earlier = Results(path, "c1", "command", "H200")
     earlier.add(key_of("auto", first), {"attained": {"25": 0.5}})
     later = Results(path, "c1", "command", "H200")
-    asked = Namespace(num_gateways=1, margin=0.04)
-    rest = without_measured(starts, later, asked)
+    requested = Namespace(num_gateways=1, margin=0.04)
+    rest = without_measured(starts, later, requested)
     assert [(start.mode, len(start.runs)) for start in rest] == [("auto", 1), ("disaggregated", 2)]
     start = Start("auto", 25, (first,))
-    assert without_measured([start], later, asked) == []
-    asked.num_gateways = 2
-    assert without_measured([start], later, asked) == [start], "another system"
+    assert without_measured([start], later, requested) == []
+    requested.num_gateways = 2
+    assert without_measured([start], later, requested) == [start], "another system"
     assert not Results(path, "c2", "command", "H200").has(key_of("auto", first))
     assert not Results(path, "c1", "command", "H100").has(key_of("auto", first))
     later.add(key_of("auto", first), {"attained": {"25": 0.7}})
@@ -199,10 +199,10 @@ def test_results_are_kept_by_key_and_resumed(tmp_path: Path) -> None:
 
 
 def test_a_mode_with_more_than_the_defaults_is_called_by_it() -> None:
-    asked = Namespace(num_gateways=2, margin=0.08)
-    assert label("auto", asked) == "auto, 2 gateways, margin 0.08"
-    assert label("2+2", asked) == "2+2, 2 gateways"
-    assert label("vllm-512", asked) == "vllm-512"
+    requested = Namespace(num_gateways=2, margin=0.08)
+    assert label("auto", requested) == "auto, 2 gateways, margin 0.08"
+    assert label("2+2", requested) == "2+2, 2 gateways"
+    assert label("vllm-512", requested) == "vllm-512"
 
 
 def test_a_mode_may_fix_the_split() -> None:

@@ -57,10 +57,10 @@ def test_a_step_is_late_by_much() -> None:
 @pytest.mark.slow
 def test_a_late_step_of_a_command_is_told(tmp_path: Path) -> None:
     assert late_steps.main([str(tmp_path), sys.executable, "-c", LATE]) == 0
-    (told,) = tmp_path.glob("*.txt")
-    titles = re.findall(r"^([\d.]+) ms, expected [\d.]+, StepShape", told.read_text(), re.M)
+    (reported,) = tmp_path.glob("*.txt")
+    titles = re.findall(r"^([\d.]+) ms, expected [\d.]+, StepShape", reported.read_text(), re.M)
     assert any(float(took_ms) >= 400 for took_ms in titles)
-    assert re.search(r" x <string>:\d+:linger", told.read_text())
+    assert re.search(r" x <string>:\d+:linger", reported.read_text())
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ class World:
     """A shell whose input is a list; an exception in the list is raised."""
 
     answers: list[FakeGeneration] = field(default_factory=list)
-    asked: list[tuple[str, GenerateParams]] = field(default_factory=list)
+    requested: list[tuple[str, GenerateParams]] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
     conversation: Conversation = field(default_factory=TextConversation)
 
@@ -109,7 +109,7 @@ class World:
             return entry
 
         def generate(text: str, params: GenerateParams) -> FakeGeneration:
-            self.asked.append((text, params))
+            self.requested.append((text, params))
             return self.answers.pop(0) if self.answers else FakeGeneration([" ok"])
 
         Shell(self.conversation, generate, read, self.written.append, {"max_tokens": 4}).run()
@@ -117,13 +117,13 @@ class World:
 
     @property
     def texts(self) -> list[str]:
-        return [text for text, _ in self.asked]
+        return [text for text, _ in self.requested]
 
 
 def test_text_is_streamed_and_the_end_of_input_ends() -> None:
     world = World([FakeGeneration(["a", "b"])])
     assert world.run("hello") == "ab\n\n"
-    assert world.asked == [("hello", {"max_tokens": 4})]
+    assert world.requested == [("hello", {"max_tokens": 4})]
 
 
 def test_later_prompts_follow_the_text_so_far() -> None:
@@ -155,7 +155,7 @@ def test_a_chat_follows_the_template_of_the_model() -> None:
         tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         for chat in chats
     ]
-    assert all(params["add_special_tokens"] is False for _, params in world.asked)
+    assert all(params["add_special_tokens"] is False for _, params in world.requested)
 
 
 @pytest.mark.parametrize(("served", "model"), [("other", "demo"), ("demo", "no/such")])
@@ -180,9 +180,9 @@ def test_a_backslash_continues_the_line() -> None:
 
 def test_settings_are_sent() -> None:
     world = World()
-    said = world.run("/set temperature 0.7", "/set max_tokens 100", "/set", "go")
-    assert world.asked == [("go", {"max_tokens": 100, "temperature": 0.7})]
-    assert "max_tokens 100, temperature 0.7\n" in said
+    printed = world.run("/set temperature 0.7", "/set max_tokens 100", "/set", "go")
+    assert world.requested == [("go", {"max_tokens": 100, "temperature": 0.7})]
+    assert "max_tokens 100, temperature 0.7\n" in printed
 
 
 @pytest.mark.parametrize("entry", ["/set temperature hot", "/set colour red", "/set seed", "/what"])
@@ -190,14 +190,14 @@ def test_wrong_commands_are_explained_and_change_nothing(entry: str) -> None:
     world = World()
     assert world.run(entry).strip()
     world.run("go")
-    assert world.asked == [("go", {"max_tokens": 4})]
+    assert world.requested == [("go", {"max_tokens": 4})]
 
 
 def test_info_tells_path_and_times() -> None:
-    said = World().run("/info", "go", "/info")
-    assert "no request has finished yet" in said
-    assert "prefill-0 -> decode-0, 2 KiB of KV by shm; 7 prompt tokens, 0 cached; 3 out" in said
-    assert "TTFT 20.0 ms, hand-off gap 30.0 ms, TBT p50 10.0 ms, 50 tokens/s" in said
+    printed = World().run("/info", "go", "/info")
+    assert "no request has finished yet" in printed
+    assert "prefill-0 -> decode-0, 2 KiB of KV by shm; 7 prompt tokens, 0 cached; 3 out" in printed
+    assert "TTFT 20.0 ms, hand-off gap 30.0 ms, TBT p50 10.0 ms, 50 tokens/s" in printed
 
 
 def test_a_result_without_tokens_can_be_described() -> None:
@@ -210,9 +210,9 @@ def test_a_result_without_tokens_can_be_described() -> None:
 def test_ctrl_c_cancels_the_generation_alone() -> None:
     answer = FakeGeneration([" so", " far"], sends_ctrl_c=True)
     world = World([answer])
-    said = world.run("start", "next")
+    printed = world.run("start", "next")
     assert answer.is_cancelled
-    assert "[cancelled]" in said
+    assert "[cancelled]" in printed
     assert world.texts == ["start", "start so far\nnext"]  # the text already shown is kept
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -225,8 +225,8 @@ def test_ctrl_c_at_the_prompt_ends_nothing() -> None:
 
 def test_errors_are_shown_and_their_prompt_is_forgotten() -> None:
     world = World([FakeGeneration([], InvalidRequest("temperature must lie in [0, 2]"))])
-    said = world.run("bad", "good")
-    assert "invalid_request: temperature must lie in [0, 2]" in said
+    printed = world.run("bad", "good")
+    assert "invalid_request: temperature must lie in [0, 2]" in printed
     assert world.texts == ["bad", "good"]
 
 

@@ -119,14 +119,14 @@ def hold_exclusively(port: int) -> None:
     ],
 )
 async def test_what_cannot_be_is_said_before_anything_is_started(up: UpConfig, words: str) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     deployment = Deployment(
-        up, EngineConfig(), NodeConfig(), GatewayConfig(), lambda name, line: said.append(line)
+        up, EngineConfig(), NodeConfig(), GatewayConfig(), lambda name, line: printed.append(line)
     )
     async with asyncio.timeout(5):
         with pytest.raises(StartupFailed, match=words):
             await deployment.__aenter__()
-    assert not said and not deployment.children
+    assert not printed and not deployment.children
 
 
 async def test_a_part_that_ends_before_all_are_linked_ends_the_start(
@@ -252,10 +252,10 @@ def test_lines_that_nobody_reads_end_nothing(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("error", [BrokenPipeError(), UnicodeEncodeError("ascii", "", 0, 1, "")])
 async def test_a_part_is_read_to_its_end_whatever_becomes_of_its_lines(error: Exception) -> None:
     """Output is read to its end even if it cannot be printed: a full pipe blocks the child."""
-    heard: list[str] = []
+    received: list[str] = []
 
     def report(name: str, line: str) -> None:
-        heard.append(line)
+        received.append(line)
         raise error
 
     async def wait() -> int:
@@ -270,7 +270,7 @@ async def test_a_part_is_read_to_its_end_whatever_becomes_of_its_lines(error: Ex
     part.watch = cast(Any, SimpleNamespace(close=lambda: None))
     part.reader = asyncio.create_task(part._read(report))
     await part.close()
-    assert heard[:2] == ["one", "two"] and part.ready.result() == "127.0.0.1:1"
+    assert received[:2] == ["one", "two"] and part.ready.result() == "127.0.0.1:1"
 
 
 def test_adapters_need_engines_that_serve_them() -> None:

@@ -113,7 +113,7 @@ async def test_a_moment_without_descriptors_only_delays_a_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A failed start counts as an end and is tried again."""
-    said: list[str] = []
+    printed: list[str] = []
     delays_s: list[float] = []
     parts: list[Mortal] = []
     num_failures = 3
@@ -131,7 +131,7 @@ async def test_a_moment_without_descriptors_only_delays_a_part(
 
     monkeypatch.setattr(Child, "start", start)
     monkeypatch.setattr("baton.cli.deployment.child_group.asyncio.sleep", sleep)
-    group = ChildGroup(lambda name, line: said.append(line), max_ends=4)
+    group = ChildGroup(lambda name, line: printed.append(line), max_ends=4)
     await group.launch("gateway-0", (), ClusterConfig())
     parts[0].began_s -= 1000.0
     parts[0].over.set()
@@ -141,7 +141,7 @@ async def test_a_moment_without_descriptors_only_delays_a_part(
         assert not keeping.done()
     assert cast(Any, group.children) == [parts[1]]
     assert delays_s == sorted({*delays_s}) and len(delays_s) == 4
-    assert sum(line == "cannot be started: [Errno 24] Too many open files" for line in said) == 3
+    assert sum(line == "cannot be started: [Errno 24] Too many open files" for line in printed) == 3
     parts[1].over.set()
     assert await asyncio.wait_for(keeping, 1.0) == "gateway-0", "the fifth, one soon after another"
 
@@ -172,9 +172,9 @@ async def test_a_redis_is_started_again_once_nobody_can_reach_it(
         monkeypatch.setattr(f"{module}.{constant}", 0.001)
     redis = LoneRedis(tmp_path / "redis.sock")
     redis.num_failures = 2
-    said: list[str] = []
+    printed: list[str] = []
     configs = (EngineConfig(), NodeConfig(), GatewayConfig())
-    deployment = Deployment(UpConfig(), *configs, lambda name, line: said.append(line))
+    deployment = Deployment(UpConfig(), *configs, lambda name, line: printed.append(line))
     keeping = asyncio.create_task(deployment._keep_redis(cast(Any, redis)))
     await asyncio.sleep(0.02)
     assert not redis.num_starts, "it is not there yet"
@@ -188,8 +188,8 @@ async def test_a_redis_is_started_again_once_nobody_can_reach_it(
     keeping.cancel()
     await asyncio.wait({keeping})
     assert keeping.cancelled() and redis.num_starts == 3
-    assert said[0] == f"{redis.socket_path} is gone: restarting, empty"
-    assert said.count("cannot be started: [Errno 13] Permission denied") == 2
+    assert printed[0] == f"{redis.socket_path} is gone: restarting, empty"
+    assert printed.count("cannot be started: [Errno 13] Permission denied") == 2
 
 
 async def test_a_part_that_keeps_ending_ends_all_by_name(
@@ -213,7 +213,7 @@ async def test_a_second_signal_hurries_a_start_that_is_given_up() -> None:
     """After a second signal all processes are asked to stop at once, not one after the other."""
     is_given_up, is_asked = asyncio.Event(), asyncio.Event()
     group = ChildGroup(lambda name, line: None)
-    part = SimpleNamespace(ask_to_stop=is_asked.set)
+    part = SimpleNamespace(request_stop=is_asked.set)
     group.children = [cast(Any, part)]
 
     @asynccontextmanager

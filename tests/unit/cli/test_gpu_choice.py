@@ -257,20 +257,20 @@ def playing(answer: str) -> Callable[[Sequence[str]], str]:
 
 
 def test_nvidia_smi_s_lines() -> None:
-    devices = host_gpus._ask_nvidia_smi(playing(SMI))
+    devices = host_gpus._from_nvidia_smi(playing(SMI))
     assert [d.total_bytes for d in devices] == [143771 << 20, 24564 << 20, None]
     assert devices[1].name == "NVIDIA GeForce RTX 4090, of somebody"
     for broken in ("", "No devices were found\n", "NVIDIA-SMI has failed, because", "GPU-x\n"):
-        assert len(host_gpus._ask_nvidia_smi(playing(broken))) == broken.startswith("GPU-")
+        assert len(host_gpus._from_nvidia_smi(playing(broken))) == broken.startswith("GPU-")
 
 
 def test_a_driver_without_its_tools(tmp_path: Path) -> None:
-    assert host_gpus._ask_proc(tmp_path) == []
+    assert host_gpus._from_proc(tmp_path) == []
     for bus in ("0000:1b:00.0", "0000:0a:00.0"):
         (tmp_path / bus).mkdir()
         text = f"Model: \t\t NVIDIA {bus[5:7]}\nIRQ:   \t 9\nGPU UUID: \t GPU-{bus[5:7]}\n"
         (tmp_path / bus / "information").write_text(text)
-    found = host_gpus._ask_proc(tmp_path)
+    found = host_gpus._from_proc(tmp_path)
     assert found == [HostGpu("NVIDIA 0a", None, "GPU-0a"), HostGpu("NVIDIA 1b", None, "GPU-1b")]
 
 

@@ -116,7 +116,7 @@ def test_the_other_secret_stands_beside_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({}, "reaches its Redis or a port"),
         ({"cluster_ca": "a", "cluster_cert": "b", "cluster_key": "c"}, "writes to its Redis"),
@@ -125,13 +125,13 @@ def test_the_other_secret_stands_beside_one() -> None:
     ],
 )
 def test_no_secret_or_a_weak_one_is_said_loudly(
-    given: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
+    given: dict[str, str], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_secret("gateway", ClusterConfig(**given))
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith("INSECURE: ")
-    assert said in record.getMessage()
+    assert message in record.getMessage()
     assert "short" not in record.getMessage()
 
 

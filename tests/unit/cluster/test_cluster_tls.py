@@ -220,8 +220,8 @@ def test_junk_in_place_of_a_certificate_is_a_value_error(der: bytes) -> None:
 def test_a_certificate_whose_time_is_not_now_stops_the_start(certs: Path) -> None:
     first_s, last_s = from_and_until(certs / "server.crt")
     pair, ca = (certs / "server.crt", certs / "server.key"), certs / "ca.crt"
-    for now_s, said in ((first_s - 1, "server.crt is not valid before"), (last_s, "expired on")):
-        with pytest.raises(StartupFailed, match=said) as raised:
+    for now_s, printed in ((first_s - 1, "server.crt is not valid before"), (last_s, "expired on")):
+        with pytest.raises(StartupFailed, match=printed) as raised:
             CertificateFiles(*pair, None, "--tls-cert", clock_at(now_s))
         assert raised.value.message.startswith("--tls-cert: ")
     CertificateFiles(*pair, None, "--tls-cert", clock_at(first_s))

@@ -50,11 +50,11 @@ class Nodes:
 
     def __init__(self) -> None:
         self.answers: dict[str, Sequence[bytes]] = {}
-        self.asked: list[NodeAddress] = []
+        self.requested: list[NodeAddress] = []
         self.num_at_once = self.most_at_once = 0
 
     async def __call__(self, node: NodeAddress) -> Sequence[bytes]:
-        self.asked.append(node)
+        self.requested.append(node)
         self.num_at_once += 1
         self.most_at_once = max(self.most_at_once, self.num_at_once)
         await asyncio.sleep(0)
@@ -70,14 +70,14 @@ class World:
     def __init__(self, roles: Sequence[Role] = BOTH) -> None:
         self.redis, self.nodes, self.clock = Redis(), Nodes(), FakeClock()
         self.directory = KnownNodes(self.redis, roles, self.nodes, SECRET, self.clock, self._sleep)
-        self.told: list[tuple[Member, ...]] = []
+        self.reported: list[tuple[Member, ...]] = []
         self._sleeps, self._slept = asyncio.Event(), asyncio.Event()
         self._seconds = 0.0
         self.watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
         async for members in self.directory.watch():
-            self.told.append(members)
+            self.reported.append(members)
 
     async def _sleep(self, seconds: float) -> None:
         self._seconds = seconds
@@ -100,8 +100,8 @@ class World:
     async def known(self) -> set[Member]:
         for _ in range(10):
             await asyncio.sleep(0)
-        assert list(self.told[-1]) == sorted(self.told[-1], key=lambda m: m.incarnation)
-        return set(self.told[-1])
+        assert list(self.reported[-1]) == sorted(self.reported[-1], key=lambda m: m.incarnation)
+        return set(self.reported[-1])
 
     async def lose_redis_that_has(self, *members: Member) -> None:
         await self.redis.replace(*members)
@@ -151,7 +151,7 @@ async def test_a_node_without_an_engine_says_so(world: World) -> None:
 async def test_nobody_is_asked_while_redis_answers(world: World) -> None:
     await world.redis.replace(P1, D1)
     await world.pass_by(100)
-    assert not world.nodes.asked
+    assert not world.nodes.requested
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ async def test_what_is_no_answer_changes_nothing(world: World, answer: Sequence[
     world.nodes.answers[P1.address] = answer
     await world.pass_by(3)
     assert await world.known() == {P1, D1}
-    assert {node.address for node in world.nodes.asked} == {P1.address, D1.address}
+    assert {node.address for node in world.nodes.requested} == {P1.address, D1.address}
 
 
 async def test_redis_counts_again_once_it_is_back(world: World) -> None:
@@ -185,10 +185,10 @@ async def test_redis_counts_again_once_it_is_back(world: World) -> None:
     world.redis.is_away = False
     await world.redis.replace(P3, D1)
     assert await world.known() == {P3, D1}
-    asked = len(world.nodes.asked)
+    requested = len(world.nodes.requested)
     await world.pass_by(10)
     assert await world.known() == {P3, D1}
-    assert len(world.nodes.asked) == asked
+    assert len(world.nodes.requested) == requested
 
 
 async def test_redis_that_is_back_and_says_nothing_new_counts_again_soon(world: World) -> None:
@@ -223,11 +223,11 @@ async def test_who_left_in_time_is_asked_for_a_minute_and_no_longer(world: World
     await world.known()
     await world.lose_redis_that_has(P1)
     await world.pass_by(50)
-    assert D1.address in {node.address for node in world.nodes.asked}
+    assert D1.address in {node.address for node in world.nodes.requested}
     await world.pass_by(20)
-    world.nodes.asked.clear()
+    world.nodes.requested.clear()
     await world.pass_by(5)
-    assert {node.address for node in world.nodes.asked} == {P1.address}
+    assert {node.address for node in world.nodes.requested} == {P1.address}
 
 
 async def test_a_round_is_bounded_and_comes_to_everybody(world: World) -> None:
@@ -235,9 +235,9 @@ async def test_a_round_is_bounded_and_comes_to_everybody(world: World) -> None:
     await world.lose_redis_that_has(*many)
     for expected in (64, 128):
         await world.pass_by()
-        assert len(set(world.nodes.asked)) == len(world.nodes.asked) == expected
+        assert len(set(world.nodes.requested)) == len(world.nodes.requested) == expected
     await world.pass_by()
-    assert len(set(world.nodes.asked)) == 150
+    assert len(set(world.nodes.requested)) == 150
     assert world.nodes.most_at_once == 16
 
 
@@ -254,7 +254,7 @@ async def test_a_puller_asks_sources_alone() -> None:
     world.nodes.answers |= {P1.address: entries(P2), D1.address: entries(D2)}
     await world.pass_by()
     assert await world.known() == {P2, D1}
-    assert world.nodes.asked == [NodeAddress(P1.address, Role.PREFILL)]
+    assert world.nodes.requested == [NodeAddress(P1.address, Role.PREFILL)]
     await world.close()
 
 
@@ -263,10 +263,10 @@ async def test_who_begins_to_watch_without_redis_gets_what_is_known(world: World
     await world.lose_redis_that_has(P1, D1)
     world.nodes.answers[P1.address] = entries(P2)
     await world.pass_by()
-    num_asked = len(world.nodes.asked)
+    num_asked = len(world.nodes.requested)
     assert set(await anext(world.directory.watch())) == {P2, D1}
     await world.pass_by()
-    assert len(world.nodes.asked) == num_asked + 2, "all watchers share one look"
+    assert len(world.nodes.requested) == num_asked + 2, "all watchers share one look"
 
 
 async def test_a_watcher_is_told_what_broke_the_look_and_who_watches_again_looks_again() -> None:

@@ -180,10 +180,14 @@ def test_frames_right_behind_the_handshake_are_not_lost(engine: Engine, is_local
 def test_who_dials_wrongly_hears_nothing_and_gets_nothing(
     engine: Engine, is_local: bool, how: dict[str, Any]
 ) -> None:
-    said = {"key": KEY, "purpose": GATEWAY, "listener": engine.incarnation} | how
-    where = said.pop("address", engine.where(is_local=is_local))
+    claims = {"key": KEY, "purpose": GATEWAY, "listener": engine.incarnation} | how
+    where = claims.pop("address", engine.where(is_local=is_local))
     ours = Dialer(
-        said["key"], said["purpose"], dialer=DIALER, listener=said["listener"], address=where
+        claims["key"],
+        claims["purpose"],
+        dialer=DIALER,
+        listener=claims["listener"],
+        address=where,
     )
     with engine.connect(is_local=is_local) as raw:
         raw.settimeout(5.0)
@@ -333,7 +337,7 @@ def test_another_user_of_the_host_is_turned_away_with_the_key(engine: Engine) ->
     read, written = os.pipe()
     child = os.fork()
     if child == 0:
-        heard = b"?"
+        received = b"?"
         try:
             os.setresuid(65534, 65534, 65534)
             stranger = socket.socket(socket.AF_UNIX)
@@ -341,11 +345,11 @@ def test_another_user_of_the_host_is_turned_away_with_the_key(engine: Engine) ->
             stranger.connect(address)
             try:
                 stranger.sendall(where)
-                heard = stranger.recv(100) or b"nothing"
+                received = stranger.recv(100) or b"nothing"
             except ConnectionError:
-                heard = b"nothing"
+                received = b"nothing"
         finally:
-            os.write(written, heard)
+            os.write(written, received)
             os._exit(0)
     os.waitpid(child, 0)
     assert os.read(read, 100) == b"nothing"

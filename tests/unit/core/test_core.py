@@ -164,9 +164,9 @@ def test_a_password_is_for_no_command_line(
         if is_refused:
             with pytest.raises(SystemExit):
                 parser.parse_args(flag)
-            said = capsys.readouterr().err
-            assert "give it as BATON_REDIS_URL" in said
-            assert "pa55" not in said
+            printed = capsys.readouterr().err
+            assert "give it as BATON_REDIS_URL" in printed
+            assert "pa55" not in printed
         else:
             assert parser.parse_args(flag).redis_url == url
     monkeypatch.setenv("BATON_REDIS_URL", url)
@@ -214,8 +214,8 @@ def test_what_the_environment_gives_is_checked_as_a_flag_is(
     flags.add_flags(parser, EngineConfig)
     with pytest.raises(SystemExit):
         parser.parse_args([])
-    said = capsys.readouterr().err
-    assert f"--{name}" in said and repr(value) in said
+    printed = capsys.readouterr().err
+    assert f"--{name}" in printed and repr(value) in printed
 
 
 @pytest.mark.parametrize("wrong", [{"block_size": 12}, {"max_num_seqs": 0}])

@@ -142,11 +142,11 @@ def test_who_talks_to_an_owner_that_is_gone_still_hears_why(ends: Ends) -> None:
         ends.secured.sendall(b"more and more " * 1000)
     ends.plain.sendall(b"because " * 100)
     ends.plain.close()
-    heard = b""
+    passed = b""
     with suppress(ConnectionError):  # after the data
         while part := ends.secured.recv(1000):
-            heard += part
-    assert heard == b"because " * 100
+            passed += part
+    assert passed == b"because " * 100
 
 
 def fill(end: socket.socket) -> int:
@@ -247,9 +247,9 @@ def test_a_message_takes_few_wake_ups(counted: type[CountedPoll], ends: Ends) ->
 def test_a_process_may_wait_for_last_words(ends: Ends) -> None:
     words = b"why " * 500_000
     sending = threading.Thread(target=lambda: (ends.plain.sendall(words), ends.plain.close()))
-    heard: list[bytes] = []
+    passed: list[bytes] = []
     hearing = threading.Thread(
-        target=lambda: heard.append(read_all(ends.secured, len(words), random.Random(0)))
+        target=lambda: passed.append(read_all(ends.secured, len(words), random.Random(0)))
     )
     sending.start()
     hearing.start()
@@ -257,7 +257,7 @@ def test_a_process_may_wait_for_last_words(ends: Ends) -> None:
     wait_for_pumps(10.0)
     assert not engine_tls._running
     hearing.join()
-    assert heard == [words]
+    assert passed == [words]
 
 
 def test_a_process_waits_for_no_pump_that_stands(ends: Ends) -> None:

@@ -194,8 +194,8 @@ def compare(
 
 
 def assert_same_tokens(found: Sequence[TokenOutput], wanted: Sequence[TokenOutput]) -> None:
-    told, others = ([(t.token_id, t.finish_reason) for t in each] for each in (found, wanted))
-    assert told == others
+    reported, others = ([(t.token_id, t.finish_reason) for t in each] for each in (found, wanted))
+    assert reported == others
     for one, other in zip(found, wanted, strict=True):
         assert_close(TokenLogprobs(one.logprob, one.top), TokenLogprobs(other.logprob, other.top))
 

@@ -64,7 +64,7 @@ def launch_both(
     blocks = [table[place] for table, place in zip(tables, offsets.tolist(), strict=True)]
     assert launched.blocks.tolist() == blocks
     assert [*launched.special] == [i for i, one in enumerate(others) if is_filtered(one.sampling)]
-    assert [*launched.asking] == [i for i, one in enumerate(others) if one.sampling.logprobs]
+    assert [*launched.alternatives] == [i for i, one in enumerate(others) if one.sampling.logprobs]
 
 
 def is_filtered(sampling: SamplingParams) -> bool:
@@ -72,9 +72,11 @@ def is_filtered(sampling: SamplingParams) -> bool:
 
 
 @given(st.data(), st.lists(params, min_size=1, max_size=6))
-def test_columns_are_the_slices_of_each(data: st.DataObject, asked: list[SamplingParams]) -> None:
+def test_columns_are_the_slices_of_each(
+    data: st.DataObject, requested: list[SamplingParams]
+) -> None:
     """Columns equal slices as sequences come and go, with and without a step in flight."""
-    pairs = [(decoding(i, one), decoding(i, one)) for i, one in enumerate(asked)]
+    pairs = [(decoding(i, one), decoding(i, one)) for i, one in enumerate(requested)]
     columns, in_flight = InputBatch(BLOCK_SIZE, (7,)), list[int]()
     chosen = [*range(len(pairs))]
     for _ in range(data.draw(st.integers(1, 12))):
@@ -102,9 +104,9 @@ seeds = st.none() | st.integers(0, 2**64 - 1)  # None: greedy
 
 
 @given(st.lists(st.tuples(seeds, st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=9))
-def test_each_token_is_drawn_by_its_key(asked: list[tuple[int | None, int, int]]) -> None:
+def test_each_token_is_drawn_by_its_key(requested: list[tuple[int | None, int, int]]) -> None:
     sequences = []
-    for number, (seed, sample_index, length) in enumerate(asked):
+    for number, (seed, sample_index, length) in enumerate(requested):
         params = SamplingParams(temperature=float(seed is not None), seed=seed or 0)
         prompt = tuple(range(length))
         request = Request(f"{number:032x}", 0, prompt, params, sample_index=sample_index)
@@ -113,7 +115,7 @@ def test_each_token_is_drawn_by_its_key(asked: list[tuple[int | None, int, int]]
         sequences[-1].num_prefill_tokens = length
     planned = [ScheduledSequence(one, one.num_tokens) for one in sequences]
     batch = InputBatch(BLOCK_SIZE, ()).launch(Schedule(0, others=planned), {})
-    for piece, (seed, sample_index, length) in zip(batch.others, asked, strict=True):
+    for piece, (seed, sample_index, length) in zip(batch.others, requested, strict=True):
         assert piece.sample is not None
         key = 0 if seed is None else token_key(seed, sample_index, length)
         assert piece.sample.key == key and type(piece.sample.key) is int

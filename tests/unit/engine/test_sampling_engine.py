@@ -110,7 +110,7 @@ def alone(models: Models, request: Request) -> list[TokenOutput]:
     return run(new_engine(models), request)[request.key]
 
 
-def said(tokens: Sequence[TokenOutput]) -> list[tuple[object, ...]]:
+def results(tokens: Sequence[TokenOutput]) -> list[tuple[object, ...]]:
     """Token ids to compare exactly, log-probabilities up to the rounding of other chunk sizes."""
     return [
         (t.token_id, pytest.approx(t.logprob, abs=1e-4), [token_id for token_id, _ in t.top])
@@ -269,7 +269,7 @@ def test_the_same_alone_and_in_a_batch(models: Models) -> None:
     ]
     batched = run(new_engine(models), *requests)
     for request in requests:
-        assert said(batched[request.key]) == said(alone(models, request))
+        assert results(batched[request.key]) == results(alone(models, request))
 
 
 def test_the_same_after_preemption(models: Models) -> None:
@@ -279,7 +279,7 @@ def test_the_same_after_preemption(models: Models) -> None:
     squeezed = run(engine, *requests)
     assert engine.stats.ledger()["num_preemptions"]
     for request in requests:
-        assert said(squeezed[request.key]) == said(alone(models, request))
+        assert results(squeezed[request.key]) == results(alone(models, request))
 
 
 @pytest.mark.parametrize("num_streamed", [1, 9])
@@ -288,13 +288,13 @@ def test_the_same_after_a_retry(models: Models, num_streamed: int) -> None:
     whole = alone(models, request)
     streamed = tuple(ids(whole)[:num_streamed])
     again = dataclasses.replace(request, attempt=1, output_token_ids=streamed)
-    assert said(alone(models, again)) == said(whole[num_streamed:])
+    assert results(alone(models, again)) == results(whole[num_streamed:])
 
 
 def test_the_same_after_a_handoff(models: Models) -> None:
     request = new_request(45, EVERYTHING)
     outputs, source, puller = hand_over(models, request)
-    assert said(outputs[request.key]) == said(alone(models, request))
+    assert results(outputs[request.key]) == results(alone(models, request))
     assert source.pool.counts.held == puller.pool.counts.held == 0
 
 
@@ -325,7 +325,7 @@ def test_samples_are_what_separate_requests_give(models: Models, length: int, wa
     forked, separate = samples_of(new_request(length, EVERYTHING), 4)
     outputs = run(new_engine(models), forked) if way == "local" else hand_over(models, forked)[0]
     for request in separate:
-        assert said(outputs[request.key]) == said(alone(models, request))
+        assert results(outputs[request.key]) == results(alone(models, request))
     assert len({tuple(ids(tokens)) for tokens in outputs.values()}) == 4
 
 
@@ -353,7 +353,7 @@ def test_samples_without_room_wait_and_are_the_same(models: Models) -> None:
     engine = new_engine(models, num_blocks=2 + 6)
     outputs = run(engine, forked)
     for request in separate:
-        assert said(outputs[request.key]) == said(alone(models, request))
+        assert results(outputs[request.key]) == results(alone(models, request))
 
 
 def test_a_sample_that_ends_at_once_leaves_the_others(models: Models) -> None:
@@ -416,7 +416,7 @@ def test_many_ask_at_once(models: Models) -> None:
     outputs = run(new_engine(models), *groups)
     assert len(outputs) == 96
     for sample in (groups[11].forks[6], groups[5].forks[0]):
-        assert said(outputs[sample.key]) == said(alone(models, sample))
+        assert results(outputs[sample.key]) == results(alone(models, sample))
 
 
 # -- one step ahead of the host -------------------------------------------------------------------

@@ -22,7 +22,7 @@ from baton.core.metrics import Slo, TokenTimes
 from baton.loadgen import benchmark
 from baton.loadgen.benchmark import INTERRUPTED, SOME_FAILED
 from baton.loadgen.driver import TokenUsage
-from baton.loadgen.generator import Asked, Load
+from baton.loadgen.generator import Load, PlannedRequest
 from baton.loadgen.records import Record
 
 SHORT = ("--num-requests", "6", "--input-len", "4", "--output-len", "5")
@@ -193,10 +193,10 @@ async def test_a_request_that_fails_by_our_own_fault_ends_the_load() -> None:
             yield 1
             raise RuntimeError("broken")
 
-    asked = [Asked("x", 1, 5)] * 4
+    requests = [PlannedRequest("x", 1, 5)] * 4
     for work in (
-        Load(Broken(), time.monotonic()).closed_loop(iter(asked), 2, math.inf, math.inf, "g"),
-        Load(Broken(), time.monotonic()).open_loop(iter(asked), iter([0.0] * 4), math.inf, "g"),
+        Load(Broken(), time.monotonic()).closed_loop(iter(requests), 2, math.inf, math.inf, "g"),
+        Load(Broken(), time.monotonic()).open_loop(iter(requests), iter([0.0] * 4), math.inf, "g"),
     ):
         with pytest.raises(RuntimeError, match="broken"):
             await work

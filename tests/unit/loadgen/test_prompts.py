@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from baton.core.errors import StartupFailed
-from baton.loadgen.generator import Asked
-from baton.loadgen.prompts import PromptShape, asked, tokenizer_count
+from baton.loadgen.generator import PlannedRequest
+from baton.loadgen.prompts import PromptShape, requests, tokenizer_count
 
 DEMO = str(Path(__file__).resolve().parents[3] / "models" / "demo")
 
 
-def first(num: int, *shape: Any, **more: Any) -> list[Asked]:
-    return list(islice(asked(PromptShape(*shape, **more)), num))
+def first(num: int, *shape: Any, **more: Any) -> list[PlannedRequest]:
+    return list(islice(requests(PromptShape(*shape, **more)), num))
 
 
 def test_words_are_drawn_and_repeat_themselves() -> None:
@@ -43,7 +43,7 @@ def test_no_tokenizer_keeps_a_load_waiting() -> None:
         counted.append(text)
         return len(text)
 
-    drawn = asked(PromptShape("words", 1000, 10, shared_prefix_len=50, count=count))
+    drawn = requests(PromptShape("words", 1000, 10, shared_prefix_len=50, count=count))
     num_before = len(counted)
     lengths = [len(str(one.content)) for one in islice(drawn, 20)]
     assert len(counted) == num_before
@@ -64,7 +64,7 @@ def test_files(tmp_path: Path) -> None:
     path = tmp_path / "f"
     turns = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c d e"}]
     path.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}]))
-    assert first(2, "sharegpt", 9, 9, path=path) == [Asked("a b", 2, 3)] * 2
+    assert first(2, "sharegpt", 9, 9, path=path) == [PlannedRequest("a b", 2, 3)] * 2
     lines = [{"input_length": 7, "output_length": 2, "timestamp": 5}]
     path.write_text("\n".join(map(json.dumps, lines)))
     (one,) = first(1, "lengths", 9, 9, path=path)
@@ -75,7 +75,7 @@ def test_files(tmp_path: Path) -> None:
     )
     found = sorted(first(2, "jsonl", 9, 9, path=path), key=lambda one: one.num_output_tokens)
     assert found[0].content == messages and found[0].num_output_tokens == 4
-    assert found[1] == Asked("a b c", 3, 9)
+    assert found[1] == PlannedRequest("a b c", 3, 9)
 
 
 def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:

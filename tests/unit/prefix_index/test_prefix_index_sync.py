@@ -100,8 +100,8 @@ async def test_changes_are_told_in_batches_and_idle_engines_are_heard_of() -> No
         for i in range(10):
             journal.record([], [h(i)])
         await until(lambda: len(link.published) == 3)
-        told = [decode(raw) for raw in link.published[1:]]
-        assert told == [Delta(A, 1, (), tuple(map(h, range(10)))), Head(A, 1)]
+        reported = [decode(raw) for raw in link.published[1:]]
+        assert reported == [Delta(A, 1, (), tuple(map(h, range(10)))), Head(A, 1)]
 
 
 async def test_pages_that_redis_lost_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:

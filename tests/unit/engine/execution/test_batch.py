@@ -87,7 +87,10 @@ def test_columns_are_the_slices_that_they_stand_for(
     assert metadata == same.metadata(metadata.slot_mapping)
     assert batch.logits_indices == same.logits_indices
     assert [*places_of_samples(batch)] == [*places_of_samples(same)]
-    assert (sorted(special_rows(batch)), batch.asking) == (special_rows(same), same.asking)
+    assert (sorted(special_rows(batch)), batch.alternatives) == (
+        special_rows(same),
+        same.alternatives,
+    )
     assert batch.num_decodes == same.num_decodes
     num_rows = len(batch.logits_indices)
     assert [*map(batch.spec, range(num_rows))] == same.specs

@@ -129,9 +129,9 @@ def test_blocks_of_one_adapter_are_never_hit_by_another(world: World, engine: Lo
     two = engine.load_adapter("two", str(world.paths["two"]))
     for number, adapter in enumerate([None, one, two, None, one, two]):
         before = engine.engine.stats.totals().prefix_hit_tokens
-        asked = request(PROMPTS[0], number, adapter)
+        requested = request(PROMPTS[0], number, adapter)
         name = "" if adapter is None else adapter.name
-        assert outputs_of(engine, [asked])[asked.key] == world.expected[name][0]
+        assert outputs_of(engine, [requested])[requested.key] == world.expected[name][0]
         hit = engine.engine.stats.totals().prefix_hit_tokens - before
         assert (hit > 0) == (number >= 3), "its own blocks alone"
 
@@ -190,8 +190,10 @@ def test_preempted_requests_keep_their_adapter(world: World) -> None:
 def test_further_samples_have_the_adapter_too(world: World, engine: LocalEngine) -> None:
     one = engine.load_adapter("one", str(world.paths["one"]))
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    asked = Request("a" * 32, 0, PROMPTS[1], sampling, adapter=one, fork_ids=("b" * 32, "c" * 32))
-    outputs = outputs_of(engine, [asked])
+    requested = Request(
+        "a" * 32, 0, PROMPTS[1], sampling, adapter=one, fork_ids=("b" * 32, "c" * 32)
+    )
+    outputs = outputs_of(engine, [requested])
     assert [*outputs.values()] == [world.expected["one"][1]] * 3
 
 

@@ -92,7 +92,7 @@ def test_default_head_dim(tmp_path: Path, architecture: str, head_dim: int) -> N
 
 @pytest.mark.parametrize("source", [read, written])
 def test_windows(tmp_path: Path, source: Any) -> None:
-    asked = {"use_sliding_window": True, "sliding_window": 64}
+    requested = {"use_sliding_window": True, "sliding_window": 64}
     none, everywhere, upper = (None,) * 4, (64,) * 4, (None, None, 64, 64)
     llama, mistral = "LlamaForCausalLM", "MistralForCausalLM"
     assert source(tmp_path, llama, sliding_window=64).windows == none
@@ -100,14 +100,21 @@ def test_windows(tmp_path: Path, source: Any) -> None:
     assert source(tmp_path, mistral, sliding_window=None).windows == none
     for qwen in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         assert source(tmp_path, qwen, sliding_window=64).windows == none
-        assert source(tmp_path, qwen, **asked).windows == none  # the first 28 layers have no window
-        assert source(tmp_path, qwen, **asked, max_window_layers=2).windows == upper
-        assert source(tmp_path, qwen, **asked, max_window_layers=0).windows == everywhere
+        assert (
+            source(tmp_path, qwen, **requested).windows == none
+        )  # the first 28 layers have no window
+        assert source(tmp_path, qwen, **requested, max_window_layers=2).windows == upper
+        assert source(tmp_path, qwen, **requested, max_window_layers=0).windows == everywhere
         kinds = ["sliding_attention", "full_attention"] * 2
-        assert source(tmp_path, qwen, **asked, layer_types=kinds).windows == (64, None, 64, None)
+        assert source(tmp_path, qwen, **requested, layer_types=kinds).windows == (
+            64,
+            None,
+            64,
+            None,
+        )
     moe = {**EXPERTS, "max_window_layers": 2}
     assert source(tmp_path, "Qwen3MoeForCausalLM", **moe, sliding_window=64).windows == none
-    assert source(tmp_path, "Qwen3MoeForCausalLM", **moe, **asked).windows == everywhere
+    assert source(tmp_path, "Qwen3MoeForCausalLM", **moe, **requested).windows == everywhere
 
 
 @pytest.mark.parametrize(
@@ -201,7 +208,7 @@ def test_fingerprints_cover_all_that_changes_the_kv(tmp_path: Path) -> None:
         return {"rope_scaling": {"type": kind, "factor": 2.0} | changes}
 
     llama, qwen, moe = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
-    asked = {"use_sliding_window": True, "sliding_window": 64}
+    requested = {"use_sliding_window": True, "sliding_window": 64}
     different = [
         fingerprint(llama),
         fingerprint(llama, rope_theta=5e5),
@@ -219,8 +226,8 @@ def test_fingerprints_cover_all_that_changes_the_kv(tmp_path: Path) -> None:
         fingerprint("MistralForCausalLM", sliding_window=65),
         fingerprint("MistralForCausalLM", sliding_window=None),
         fingerprint(qwen),
-        fingerprint(qwen, **asked, max_window_layers=1),
-        fingerprint(qwen, **asked, max_window_layers=2),
+        fingerprint(qwen, **requested, max_window_layers=1),
+        fingerprint(qwen, **requested, max_window_layers=2),
         fingerprint(moe, **EXPERTS),
         fingerprint(moe, **EXPERTS, norm_topk_prob=True),
         fingerprint(moe, **EXPERTS | {"num_experts_per_tok": 3}),

@@ -188,19 +188,19 @@ def test_nobody_waits_for_answers_of_ranks_that_have_been_let_go() -> None:
     """A thread waiting for ranks (to read an adapter, as the engine ends) gets an error when the
     group closes; else the process could not exit."""
     world = World()
-    told: queue.SimpleQueue[BatonError] = queue.SimpleQueue()
+    reported: queue.SimpleQueue[BatonError] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
             world.followers.order_and_wait(MessageKind.ADAPTER, [b"", b""])
         except BatonError as error:
-            told.put(error)
+            reported.put(error)
 
     threading.Thread(target=ask, daemon=True).start()
     for rank in world.ranks:
         assert rank.receive() is not None
     world.close()
-    assert told.get(timeout=5).message == "the ranks have ended"
+    assert reported.get(timeout=5).message == "the ranks have ended"
     assert world.lost.empty()
 
 

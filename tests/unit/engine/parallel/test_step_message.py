@@ -100,7 +100,7 @@ def test_columns_arrive_as_columns(decodes: DecodeColumns, others: list[Sequence
     received = decode(memoryview(encode(batch)))
     assert len(received.decodes) == len(decodes)
     assert [*map(plain, received)] == [*map(plain, batch)]
-    for name in ("blocks", "temperatures", "special", "asking"):
+    for name in ("blocks", "temperatures", "special", "alternatives"):
         assert [*getattr(received.decodes, name)] == [*getattr(decodes, name)]
 
 

@@ -151,8 +151,8 @@ def run(engine: Engine) -> dict[str, list[int]]:
     return tokens
 
 
-def outputs(engine: Engine, asked: Sequence[Request]) -> dict[str, list[int]]:
-    for one in asked:
+def outputs(engine: Engine, requested: Sequence[Request]) -> dict[str, list[int]]:
+    for one in requested:
         engine.add(one)
     return run(engine)
 
@@ -181,15 +181,15 @@ def test_outputs_are_those_without_a_head(
 ) -> None:
     """Outputs equal those without a head: with and without preemptions, and from the
     prefix cache."""
-    asked = requests(temperature)
+    requested = requests(temperature)
     plain_runner = files.runner(has_head=False)
-    plain = outputs(engine_of(plain_runner, None), asked)
+    plain = outputs(engine_of(plain_runner, None), requested)
     plain_runner.close()
     engine = engine_of(runner, Recorder(runner), num_blocks, estimator=Optimist())
-    assert outputs(engine, asked) == plain
+    assert outputs(engine, requested) == plain
     assert sum(engine.stats.totals().speculation.accepted) > 20
     assert engine.stats.totals().num_preemptions or num_blocks == BLOCKS
-    assert outputs(engine, asked) == plain
+    assert outputs(engine, requested) == plain
 
 
 def test_acceptance_behind_a_hand_off_is_that_of_one_engine(
@@ -197,7 +197,7 @@ def test_acceptance_behind_a_hand_off_is_that_of_one_engine(
 ) -> None:
     """The head's KV is a layer of the handed-over blocks, so drafts are the same except in the
     first step. The clock stands still, so that all drafts pay."""
-    asked = requests(num=10, max_tokens=number(60, 120))
+    requested = requests(num=10, max_tokens=number(60, 120))
     recorder = Recorder(runner)
     same: dict[str, Any] = {
         "enable_prefix_caching": False,
@@ -205,16 +205,16 @@ def test_acceptance_behind_a_hand_off_is_that_of_one_engine(
         "limits": {"max_num_batched_tokens": 200},
     }
     engine = engine_of(runner, recorder, **same)
-    expected = outputs(engine, asked)
+    expected = outputs(engine, requested)
     other = files.runner()
     layers = other.kv.layout.num_layers
     assert layers == other.model_config.num_layers + 1 and "draft_model" in other.fingerprint
     held, behind = engine_of(runner, None, enable_prefix_caching=False), Recorder(other)
     decoding = engine_of(other, behind, **same)
-    for one in asked:
+    for one in requested:
         held.add(one, hold=True)
     tokens = run(held)
-    for one in asked:
+    for one in requested:
         decoding.reserve(one)
         reservation = decoding.next_reservation()
         assert reservation is not None

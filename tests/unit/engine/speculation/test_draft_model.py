@@ -104,8 +104,8 @@ def test_drafts_are_what_the_draft_model_says_alone(demo: LocalEngine) -> None:
     """Drafts equal the draft model's own output: its KV is that of the sequence's tokens, whatever
     was accepted before."""
     engine, recorder = engine_of(demo)
-    asked = {one.key: one for one in requests((0.0, 0.8, 0.0, 0.8))}
-    for one in asked.values():
+    requested = {one.key: one for one in requests((0.0, 0.8, 0.0, 0.8))}
+    for one in requested.values():
         engine.add(one)
     run(engine)
     accepted = engine.stats.totals().speculation.accepted
@@ -115,9 +115,9 @@ def test_drafts_are_what_the_draft_model_says_alone(demo: LocalEngine) -> None:
     for index, (key, tokens, drafts) in enumerate(recorder.found):
         sampling = SamplingParams(
             max_tokens=len(drafts),
-            temperature=asked[key].sampling.temperature,
+            temperature=requested[key].sampling.temperature,
             top_k=50,
-            seed=asked[key].sampling.seed,
+            seed=requested[key].sampling.seed,
             ignore_eos=True,
         )
         request = Request(f"d{index}", 0, tuple(tokens), sampling)

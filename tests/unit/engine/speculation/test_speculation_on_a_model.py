@@ -137,14 +137,14 @@ def test_every_kind_of_request(demo: Demo, seed: int) -> None:
         drafted, engine = demo.run(requests, proposer)
         assert drafted.keys() == plain.keys()
         for key, tokens in drafted.items():
-            assert told(tokens) == told(plain[key])
+            assert reported(tokens) == reported(plain[key])
             difference = [a.logprob - b.logprob for a, b in zip(tokens, plain[key], strict=True)]
             assert max(map(abs, difference)) < 1e-4, "up to what products of other sizes round"
         num_accepted += sum(engine.stats.totals().speculation.accepted)
     assert num_accepted > 200
 
 
-def told(tokens: list[TokenOutput]) -> list[tuple[object, ...]]:
+def reported(tokens: list[TokenOutput]) -> list[tuple[object, ...]]:
     return [(t.index, t.token_id, t.finish_reason, [one for one, _ in t.top]) for t in tokens]
 
 

@@ -254,12 +254,12 @@ def test_an_idle_system_refuses_nothing_whatever_came_before(
     since_beat: dict[str, dict[str, tuple[str, int, int]]] = {name: {} for name in names}
 
     def beat(name: str, count: int = 1000) -> None:
-        told: dict[int, int] = {}
+        reported: dict[int, int] = {}
         known = {**since_beat[name], **{i: o for i, o in open_.items() if o[0] == name}}
         for _, caller_id, tokens in known.values():
-            told[caller_id] = told.get(caller_id, 0) + tokens
-        listed = dict(sorted(told.items())[:count])
-        cluster.beat(name, sum(told.values()), by_caller=listed)
+            reported[caller_id] = reported.get(caller_id, 0) + tokens
+        listed = dict(sorted(reported.items())[:count])
+        cluster.beat(name, sum(reported.values()), by_caller=listed)
         since_beat[name] = {i: o for i, o in open_.items() if o[0] == name}
 
     def end(request_id: str, how: str) -> None:
@@ -390,12 +390,12 @@ def test_queues_of_several_engines_are_as_short_as_one_before_all(num_gateways: 
             gateways[owner].answer(name, f"{name}{end_s}")
             beat(name)
         advance(arrives_s)
-        asked = rng.randrange(num_gateways)
-        engines = gateways[asked].table.engines
+        requested = rng.randrange(num_gateways)
+        engines = gateways[requested].table.engines
         chosen = min(engines, key=lambda name: (engines[name].account.tokens_ahead, rng.random()))
         end_s = max([now_s, *(end_s for end_s, _ in queues[chosen])]) + takes_s
-        queues[chosen].append((end_s, asked))
-        gateways[asked].dispatch(chosen, f"{chosen}{end_s}", num_tokens)
+        queues[chosen].append((end_s, requested))
+        gateways[requested].dispatch(chosen, f"{chosen}{end_s}", num_tokens)
         beat(chosen)
         waits_s += end_s - now_s
         free_s[0] = max(free_s[0], now_s) + takes_s

@@ -62,7 +62,7 @@ def heartbeat(num_running: int) -> bytes:
 class Events:
     """The events that the connection reported to the gateway, in order, as one line each."""
 
-    heard: list[str] = field(default_factory=list)
+    received: list[str] = field(default_factory=list)
     welcome: node_pb2.Welcome | None = None
     loads: list[int] = field(default_factory=list)
     tokens: list[PlainToken] = field(default_factory=list)
@@ -74,26 +74,26 @@ class Events:
     def linked(
         self, engine: EngineConnection, welcome: node_pb2.Welcome, load: ReportedLoad
     ) -> Receive:
-        self.heard.append("linked")
+        self.received.append("linked")
         self.welcome = welcome
         self.loads.append(load.num_running)
         return self.receive
 
     def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None:
-        self.heard.append("heartbeat")
+        self.received.append("heartbeat")
         self.loads.append(load.num_running)
 
     def receive(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]) -> None:
         if any(index == self.fails_on for _, _, index, _ in tokens):
             raise ZeroDivisionError
-        self.heard.append("outputs")
+        self.received.append("outputs")
         self.tokens += tokens
 
     def ended(self, engine: EngineConnection) -> None:
         self.has_ended = True
 
     def lost(self, engine: EngineConnection, reason: str, *, has_died: bool) -> None:
-        self.heard.append("lost")
+        self.received.append("lost")
         self.reason, self.has_died = reason, has_died
 
     @property
@@ -141,7 +141,7 @@ class Scene:
         """A linked gateway, the engine's end of the connection, and the gateway's `run` task."""
         connection = self.connection(silence_s)
         running = asyncio.create_task(connection.run())
-        await until(lambda: "linked" in self.events.heard or running.done())
+        await until(lambda: "linked" in self.events.received or running.done())
         assert not running.done(), running.result()
         try:
             yield connection, self.ends[-1], running
@@ -304,8 +304,8 @@ async def test_messages_pass_both_ways_in_order(scene: Scene) -> None:
             assert (cancel.request_id, cancel.attempt) == (f"{index}" * 1000, index)
         await until(lambda: len(scene.events.tokens) == 50)
         assert scene.events.indices == list(range(50))
-        assert scene.events.heard[:2] == ["linked", "heartbeat"]
-    assert scene.events.heard.count("lost") == 1
+        assert scene.events.received[:2] == ["linked", "heartbeat"]
+    assert scene.events.received.count("lost") == 1
 
 
 async def test_orders_are_answered_each_by_its_number_or_with_the_end(here: Scene) -> None:
@@ -339,7 +339,7 @@ async def test_what_comes_directly_behind_the_welcome_is_heard(scene: Scene) -> 
     scene.opening = (scene.welcome(), b"", heartbeat(5), step(0))
     async with scene.linked():
         await until(lambda: scene.events.tokens)
-        assert scene.events.heard == ["linked", "outputs"]
+        assert scene.events.received == ["linked", "outputs"]
         assert scene.events.loads == [5]
 
 
@@ -348,14 +348,14 @@ async def test_an_engine_counts_from_its_first_heartbeat_to_its_streams_end(here
     connection = here.connection()
     running = asyncio.create_task(connection.run())
     await until(lambda: connection.is_starting)
-    assert here.events.heard == []
+    assert here.events.received == []
     here.ends[-1].send(heartbeat(3), step(1))
     await until(lambda: here.events.tokens)
     assert not connection.is_starting
     await here.die()
     await running
     assert not connection.is_starting
-    assert (here.events.heard, here.events.indices) == (["linked", "outputs", "lost"], [1])
+    assert (here.events.received, here.events.indices) == (["linked", "outputs", "lost"], [1])
 
 
 async def test_an_engine_that_ends_before_it_reports_was_never_there(here: Scene) -> None:
@@ -365,7 +365,7 @@ async def test_an_engine_that_ends_before_it_reports_was_never_there(here: Scene
     await until(lambda: connection.is_starting)
     await here.die()
     await running
-    assert here.events.heard == [] and not here.events.has_ended and not connection.is_starting
+    assert here.events.received == [] and not here.events.has_ended and not connection.is_starting
 
 
 @pytest.mark.parametrize("name", ["incarnation", "role", "model", "fingerprint"])
@@ -373,7 +373,7 @@ async def test_who_is_not_what_was_announced_is_left(here: Scene, name: str) -> 
     here.opening = (here.welcome(**{name: "other"}), heartbeat(1), step(0))
     reason = await here.connection().run()
     assert reason.startswith(f"{name} is 'other', announced was")
-    assert here.events.heard == []
+    assert here.events.received == []
 
 
 async def test_what_comes_before_a_welcome_counts_for_nothing(
@@ -382,13 +382,13 @@ async def test_what_comes_before_a_welcome_counts_for_nothing(
     monkeypatch.setattr(engine_stream, "_CONNECT_TIMEOUT_S", 0.2)
     here.opening = (heartbeat(1), step(0))
     assert await here.connection().run() == "no welcome within 0.2 s"
-    assert here.events.heard == []
+    assert here.events.received == []
 
 
 async def test_a_refusal_is_the_reason(scene: Scene) -> None:
     scene.door.refusal = "this needs the certificate of gateway"
     assert await scene.connection().run() == scene.door.refusal
-    assert (scene.events.heard, scene.ends) == ([], [])
+    assert (scene.events.received, scene.ends) == ([], [])
 
 
 async def test_a_stranger_at_the_address_is_not_spoken_with(scene: Scene) -> None:
@@ -396,7 +396,7 @@ async def test_a_stranger_at_the_address_is_not_spoken_with(scene: Scene) -> Non
     scene.door._key = handshake_key("a secret of somebody else")
     reason = await scene.connection().run()
     assert reason == "it hung up during the handshake"  # the process cannot verify the gateway
-    assert (scene.events.heard, scene.ends) == ([], [])
+    assert (scene.events.received, scene.ends) == ([], [])
 
 
 async def test_who_answers_without_the_key_is_not_believed(
@@ -413,7 +413,7 @@ async def test_who_answers_without_the_key_is_not_believed(
     monkeypatch.setattr(here.door, "_handshake", pretend)
     assert await here.connection().run() == "the other end does not hold the key"
     await until(lambda: answered)
-    assert answered == [b""] and here.events.heard == []
+    assert answered == [b""] and here.events.received == []
 
 
 async def test_who_says_nothing_is_not_waited_for(
@@ -472,7 +472,7 @@ async def test_an_engine_that_cannot_be_reached_is_said_so(
 ) -> None:
     here.member = replace(here.member, **change)  # type: ignore[arg-type]
     assert reason in (await here.connection().run()).lower()
-    assert here.events.heard == []
+    assert here.events.received == []
 
 
 async def test_an_engine_is_found_at_every_address_of_its_name(
@@ -530,7 +530,7 @@ async def test_silence_is_an_end(scene: Scene) -> None:
     scene.opening = (scene.welcome(), heartbeat(0), step(0))
     connection = scene.connection(silence_s=0.2)
     assert await connection.run() == "no heartbeat for 0.2 s"
-    assert scene.events.heard == ["linked", "outputs", "lost"]
+    assert scene.events.received == ["linked", "outputs", "lost"]
     assert scene.events.has_died is False
 
 
@@ -556,7 +556,7 @@ async def test_the_engines_last_word_is_the_reason(scene: Scene) -> None:
         ended = codec.error_to_wire(EngineFailed("out of memory"))
         end.send(step(0), node_pb2.NodeMessage(engine_ended=ended).SerializeToString(), step(1))
         assert await running == "out of memory"
-        assert scene.events.heard == ["linked", "outputs", "lost"]
+        assert scene.events.received == ["linked", "outputs", "lost"]
         assert (scene.events.indices, scene.events.has_died) == ([0], True)
         assert scene.events.reason == "out of memory"
 
@@ -594,24 +594,24 @@ async def test_who_still_answers_says_who_has_died(
             if lives in ("neither", "engine"):
                 scene.node.close()
             await running
-            assert scene.events.heard == ["linked", "outputs", "lost"]
+            assert scene.events.received == ["linked", "outputs", "lost"]
             assert scene.events.has_died is (lives == "node")
 
 
 async def test_an_engine_takes_nothing_while_it_is_asked_whether_it_has_died(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[bool, bool | None]] = []
+    reported: list[tuple[bool, bool | None]] = []
 
     async def has_ended(_: Member) -> bool:
-        told.append((scene.events.has_ended, scene.events.has_died))
+        reported.append((scene.events.has_ended, scene.events.has_died))
         return True
 
     monkeypatch.setattr(engine_connection, "has_ended", has_ended)
     async with scene.linked() as (_, end, running):
         end.writer.close()
         await running
-    assert told == [(True, None)] and scene.events.has_died
+    assert reported == [(True, None)] and scene.events.has_died
 
 
 async def test_an_engine_whose_port_closes_while_it_is_asked_has_died(
@@ -666,7 +666,7 @@ async def test_what_a_dying_engine_said_is_heard_before_its_end(scene: Scene) ->
         end.writer.write(b"\7\0\0\0cut")
         end.writer.close()
         await running
-        assert scene.events.heard == ["linked", *["outputs"] * 3, "lost"]
+        assert scene.events.received == ["linked", *["outputs"] * 3, "lost"]
         assert scene.events.indices == [0, 1, 2]
 
 
@@ -695,7 +695,7 @@ async def test_what_cannot_be_read_is_an_end(
             end.send(words.SerializeToString())
         assert reason in await running
         assert await end.reader.read() == b""
-    assert scene.events.heard == ["linked", "lost"] and scene.events.has_died is False
+    assert scene.events.received == ["linked", "lost"] and scene.events.has_died is False
 
 
 async def test_an_engine_that_does_not_read_costs_no_wait_and_not_all_memory(
@@ -733,7 +733,7 @@ async def test_a_gateway_that_is_cancelled_hangs_up(scene: Scene) -> None:
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert scene.events.heard == ["linked", "lost"]
+        assert scene.events.received == ["linked", "lost"]
         assert (scene.events.reason, scene.events.has_died) == ("closed by the gateway", False)
         with suppress(ConnectionError):
             assert await end.reader.read() == b""
@@ -757,4 +757,4 @@ async def test_a_gateway_that_is_cancelled_while_it_dials_leaves_nothing(
     with pytest.raises(asyncio.CancelledError):
         await running
     await until(lambda: num_open_files() <= before)
-    assert scene.events.heard == []
+    assert scene.events.received == []

@@ -32,8 +32,8 @@ PROMPT = tuple(range(1, 30))
 TENANCY = Tenancy(FakeClock(), b"key of the deployment")
 
 
-def salt(tenant: str, asked: str = "", tenancy: Tenancy = TENANCY) -> str:
-    return tenancy.cache_salt(Caller(tenant, frozenset({INFER}), "http"), asked)
+def salt(tenant: str, requested: str = "", tenancy: Tenancy = TENANCY) -> str:
+    return tenancy.cache_salt(Caller(tenant, frozenset({INFER}), "http"), requested)
 
 
 def new_engine() -> Engine:

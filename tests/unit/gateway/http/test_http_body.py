@@ -329,9 +329,9 @@ def test_messages_as_a_template_takes_them() -> None:
 
 @pytest.mark.parametrize("more", [{}, {"content": None}])
 def test_an_answer_that_was_cut_in_its_reasoning_can_be_sent_back(more: dict[str, Any]) -> None:
-    said = {"role": "assistant", "content": "", "reasoning_content": "wh"}
+    read_message = {"role": "assistant", "content": "", "reasoning_content": "wh"}
     given = {"role": "assistant", "reasoning_content": "wh"} | more
-    assert read_fields({"messages": [given]}, CHAT) == {"messages": [said]}
+    assert read_fields({"messages": [given]}, CHAT) == {"messages": [read_message]}
     empty = [{"role": "assistant"} | more]
     plain = [{"role": "assistant", "content": ""}]
     assert read_fields({"messages": empty}, CHAT)["messages"] == plain
@@ -536,13 +536,13 @@ def test_structured_output_of_all_endpoints(body: Any, constraint: Any) -> None:
 
 
 def test_anthropics_messages_take_a_chats_parameters() -> None:
-    asked = {"model": "m", "messages": [USER], "max_tokens": 5, "stop_sequences": ["x"]}
+    requested = {"model": "m", "messages": [USER], "max_tokens": 5, "stop_sequences": ["x"]}
     body = {
         "logit_bias": {"7": -100}, "seed": 3, "stop_token_ids": [4], "repetition_penalty": 1.5,
         "use_beam_search": True, "best_of": 2, "top_k": 5,
     }  # fmt: skip
     more = {"cache_salt": "s", "chat_template_kwargs": {"a": 1}}
-    fields = message_input.chat_fields(read_fields(asked | body | more, MESSAGES), ())
+    fields = message_input.chat_fields(read_fields(requested | body | more, MESSAGES), ())
     assert fields["chat_template_kwargs"] == {"a": 1}
     wire = generate_request(fields, {"max_tokens": fields["max_tokens"]})
     wanted = generate_request(

@@ -13,7 +13,7 @@ from baton.gateway.http.turns.response_input import joined
 from baton.gateway.http.turns.response_store import ResponseStore
 
 
-def said(text: str) -> list[dict[str, str]]:
+def messages_of(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
@@ -27,8 +27,8 @@ def is_kept(store: ResponseStore, tenant: str, name: str) -> bool:
 
 def test_conversations_are_their_tenants_own() -> None:
     store = ResponseStore(FakeClock(), 1 << 20, 60)
-    store.put("a", "r", said("é"), b"{}")
-    assert store.messages("a", "r") == said("é")
+    store.put("a", "r", messages_of("é"), b"{}")
+    assert store.messages("a", "r") == messages_of("é")
     assert store.body("a", "r") == b"{}"
     with pytest.raises(ResponseNotFound) as foreign:
         store.messages("b", "r")
@@ -41,10 +41,10 @@ def test_conversations_are_their_tenants_own() -> None:
 def test_they_expire() -> None:
     clock = FakeClock()
     store = ResponseStore(clock, 1 << 20, 60)
-    store.put("a", "1", said("x"), b"")
+    store.put("a", "1", messages_of("x"), b"")
     clock.advance(40)
-    store.put("a", "2", said("x"), b"")
-    store.put("b", "3", said("x"), b"")
+    store.put("a", "2", messages_of("x"), b"")
+    store.put("b", "3", messages_of("x"), b"")
     clock.advance(20)
     assert [is_kept(store, t, n) for t, n in (("a", "1"), ("a", "2"), ("b", "3"))] == [
         False, True, True,
@@ -56,21 +56,21 @@ def test_they_expire() -> None:
 
 def test_who_has_most_makes_room() -> None:
     store = ResponseStore(FakeClock(), 10_000, 60)
-    store.put("small", "s", said("x"), b"")
+    store.put("small", "s", messages_of("x"), b"")
     for i in range(100):
-        store.put("large", f"l{i}", said("x" * 1000), b"")
+        store.put("large", f"l{i}", messages_of("x" * 1000), b"")
         assert store.num_bytes <= 10_000
     assert is_kept(store, "small", "s")
     assert is_kept(store, "large", "l99") and not is_kept(store, "large", "l0")
-    store.put("small", "huge", said("x" * 20_000), b"")
+    store.put("small", "huge", messages_of("x" * 20_000), b"")
     assert not is_kept(store, "small", "huge")
     assert is_kept(store, "small", "s") and is_kept(store, "large", "l99")
 
 
 def test_what_is_deleted_is_gone_alone() -> None:
     store = ResponseStore(FakeClock(), 1 << 20, 60)
-    store.put("a", "1", said("x"), b"one")
-    store.put("a", "2", said("x"), b"two")
+    store.put("a", "1", messages_of("x"), b"one")
+    store.put("a", "2", messages_of("x"), b"two")
     for name in ("1", "3"):
         with pytest.raises(ResponseNotFound):
             store.delete("b", name)
@@ -84,8 +84,8 @@ def test_what_is_deleted_is_gone_alone() -> None:
 
 def test_bodies_count_for_the_bound() -> None:
     store = ResponseStore(FakeClock(), 10_000, 60)
-    store.put("a", "1", said("x"), b"x" * 6000)
-    store.put("a", "2", said("x"), b"x" * 6000)
+    store.put("a", "1", messages_of("x"), b"x" * 6000)
+    store.put("a", "2", messages_of("x"), b"x" * 6000)
     assert not is_kept(store, "a", "1") and is_kept(store, "a", "2")
     assert 6000 < store.num_bytes <= 10_000
 

@@ -18,7 +18,7 @@ from baton.gateway.process.startup_message import startup_lines
 def lines(
     model: str = "demo",
     own_http_port: int | None = None,
-    knows_chats: bool = True,
+    has_chat_template: bool = True,
     **config: Any,
 ) -> tuple[str, str]:
     return startup_lines(
@@ -27,7 +27,7 @@ def lines(
         http_port=8000,
         grpc_port=50051,
         own_http_port=own_http_port,
-        knows_chats=knows_chats,
+        has_chat_template=has_chat_template,
     )
 
 
@@ -83,10 +83,10 @@ def test_the_request_survives_a_shell(model: str, tmp_path: Path) -> None:
 
 
 def test_the_request_is_one_that_the_model_can_take(tmp_path: Path) -> None:
-    arguments = curl_of(lines(knows_chats=False)[1], tmp_path)
+    arguments = curl_of(lines(has_chat_template=False)[1], tmp_path)
     assert arguments[0] == "http://127.0.0.1:8000/v1/completions"
     assert json.loads(arguments[-1])["prompt"] == "hello"
-    arguments = curl_of(lines(knows_chats=False, skip_tokenizer_init=True)[1], tmp_path)
+    arguments = curl_of(lines(has_chat_template=False, skip_tokenizer_init=True)[1], tmp_path)
     assert json.loads(arguments[-1])["prompt"] == [1, 2, 3]
 
 

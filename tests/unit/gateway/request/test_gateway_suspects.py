@@ -300,7 +300,7 @@ def test_who_failed_with_an_engine_out_of_reach_waits_for_word_of_it(word: str) 
     dying = cluster.engines[Work.PREFILL].pop()
     cluster.start(Work.PREFILL)
     (other,), (decode,) = cluster.engines[Work.PREFILL], cluster.engines[Work.DECODE]
-    dying.heard_s = cluster.clock.monotonic_s()
+    dying.reported_s = cluster.clock.monotonic_s()
     error = HandoffFailed("the source is gone")
     for name, session in cluster.sessions.items():
         session.engine_output(decode.incarnation, EngineOutput(name, 0, error=error))
@@ -315,7 +315,7 @@ def test_who_failed_with_an_engine_out_of_reach_waits_for_word_of_it(word: str) 
             cluster.step()
         assert len(other.dispatched) == 1, "one suspect at a time"
     elif word == "heartbeat":
-        dying.heard_s = cluster.clock.monotonic_s()
+        dying.reported_s = cluster.clock.monotonic_s()
         cluster.step()
         cluster.step()
         cluster.step()
@@ -348,7 +348,7 @@ def test_no_suspect_is_tried_where_another_request_has_just_lost_touch(is_suspec
     else:
         cluster.ask("r8")
     ((request, *_),) = dying.dispatched
-    dying.heard_s = cluster.clock.monotonic_s()
+    dying.reported_s = cluster.clock.monotonic_s()
     error = NodeLost("the stream to the source ended")
     output = EngineOutput(request.request_id, request.attempt, error=error)
     (decode,) = cluster.engines[Work.DECODE]

@@ -29,11 +29,11 @@ def all_errors() -> list[type[BatonError]]:
 
 @pytest.mark.parametrize("kind", all_errors())
 def test_failures_are_told_by_their_kind_alone(kind: type[BatonError]) -> None:
-    told = public_error(kind(INSIDE))
-    assert (told.code, told.grpc_status, told.http_status) == (
+    reported = public_error(kind(INSIDE))
+    assert (reported.code, reported.grpc_status, reported.http_status) == (
         kind.code, kind.grpc_status, kind.http_status
     )  # fmt: skip
-    assert (INSIDE in told.message) == (kind in OURS)
+    assert (INSIDE in reported.message) == (kind in OURS)
 
 
 class _Aborted(Exception):

@@ -19,7 +19,7 @@ from baton.gateway.security.caller import anyone
 from baton.gateway.telemetry.calls.ended_call import log_ended, log_refused
 
 
-def said(name: str, error: Exception, capsys: pytest.CaptureFixture[str]) -> str:
+def printed(name: str, error: Exception, capsys: pytest.CaptureFixture[str]) -> str:
     """The line that a process writes for an error on this logger."""
     set_up_logging("node", as_json=False)
     try:
@@ -154,6 +154,6 @@ def test_prompts_are_never_asked_for_by_half() -> None:
 @pytest.mark.usefixtures("bare_root")
 def test_a_caller_that_has_gone_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     gone = cygrpc.ExecuteBatchError('Failed "execute_batch"')
-    assert said("grpc._cython.cygrpc", gone, capsys) == "E grpc._cython.cygrpc: raised in core\n"
-    assert "Traceback" in said("grpc._cython.cygrpc", ValueError("x"), capsys)
-    assert "Traceback" in said("baton.node", gone, capsys)
+    assert printed("grpc._cython.cygrpc", gone, capsys) == "E grpc._cython.cygrpc: raised in core\n"
+    assert "Traceback" in printed("grpc._cython.cygrpc", ValueError("x"), capsys)
+    assert "Traceback" in printed("baton.node", gone, capsys)

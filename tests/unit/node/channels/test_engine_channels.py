@@ -87,7 +87,7 @@ class Engine:
     def __init__(self) -> None:
         self.inbox: Inbox[Any] = Inbox()
         self.channels = EngineChannels(self.inbox, WELCOME)
-        self.heard: list[Received] = []
+        self.received: list[Received] = []
         self.ended: list[tuple[Link, BatonError]] = []
         self.replaced: list[Link] = []
         self.far: list[Far] = []
@@ -110,7 +110,7 @@ class Engine:
                     self.replaced += [older] if older else []
                 case Received(link):
                     if not link.channel.is_closed:
-                        self.heard.append(item)
+                        self.received.append(item)
                 case LinkOver(link, error):
                     if not link.channel.is_closed:
                         self.channels.links.remove(link)
@@ -119,7 +119,7 @@ class Engine:
                     item()
 
     def messages(self) -> list[Any]:
-        return [item.message for item in self.heard]
+        return [item.message for item in self.received]
 
     def close(self) -> None:
         self.channels.links.close()
@@ -148,12 +148,12 @@ def test_a_gateway_hears_welcome_then_the_last_heartbeat_then_the_rest(engine: E
     engine.channels.to_gateway("late", step(0))
     engine.channels.links.heartbeat(beat(3))
     assert early.kinds() == ["welcome", "heartbeat", "heartbeat", "heartbeat"]
-    heard = late.hear()
-    assert [message.WhichOneof("body") for message in heard] == [
+    received = late.hear()
+    assert [message.WhichOneof("body") for message in received] == [
         "welcome", "heartbeat", "outputs", "heartbeat"
     ]  # fmt: skip
-    assert heard[0].welcome == WELCOME
-    assert (heard[1].heartbeat.num_steps, heard[3].heartbeat.num_steps) == (2, 3)
+    assert received[0].welcome == WELCOME
+    assert (received[1].heartbeat.num_steps, received[3].heartbeat.num_steps) == (2, 3)
 
 
 @pytest.fixture
@@ -181,9 +181,9 @@ def test_welcome_is_first_and_heartbeats_in_order_whoever_beats_meanwhile(engine
         for number in range(200):
             link, far = engine.link(name=f"{number}")
             engine.turn()
-            heard = far.hear()
-            assert heard[0].HasField("welcome")
-            numbers = [message.heartbeat.num_steps for message in heard[1:]]
+            received = far.hear()
+            assert received[0].HasField("welcome")
+            numbers = [message.heartbeat.num_steps for message in received[1:]]
             assert numbers == sorted(numbers) and len({*numbers}) == len(numbers)
             engine.channels.links.remove(link)
             engine.far.remove(far)
@@ -201,7 +201,7 @@ def test_peers_get_no_welcome_and_of_heartbeats_an_empty_frame(engine: Engine) -
     assert far.raw.recv(100) == encode_payload(b"")
     far.raw.sendall(encode_payload(b""))
     engine.turn()
-    assert not engine.heard and not engine.ended
+    assert not engine.received and not engine.ended
 
 
 def test_what_is_said_both_ways_comes_in_order(engine: Engine) -> None:
@@ -209,13 +209,13 @@ def test_what_is_said_both_ways_comes_in_order(engine: Engine) -> None:
     _, peer = engine.link(Kind.SOURCE, "p")
     engine.turn()
     assert gateway.kinds() == ["welcome"]
-    asked = [cancel(f"{n}" * 1000) for n in range(50)]
-    gateway.say(*asked)
+    requested = [cancel(f"{n}" * 1000) for n in range(50)]
+    gateway.say(*requested)
     engine.turn()
-    told = [attach(n) for n in range(50)]
-    peer.say(*told)
+    reported = [attach(n) for n in range(50)]
+    peer.say(*reported)
     engine.turn()
-    assert engine.messages() == [*asked, *told]
+    assert engine.messages() == [*requested, *reported]
     steps = [step(n) for n in range(50)]
     for message in steps:
         engine.channels.to_gateway("g", message)
@@ -252,7 +252,7 @@ def test_a_newer_link_of_a_pair_replaces_the_older_and_what_came_late(
         engine.turn()
     assert engine.replaced == [older]
     assert older.channel.is_closed and not newer.channel.is_closed
-    assert not [item for item in engine.heard if item.link is newer]
+    assert not [item for item in engine.received if item.link is newer]
     far.hear()
     assert far.is_over()
     engine.channels.links.remove(older)  # its end is noticed late
@@ -337,8 +337,8 @@ def test_a_peer_that_is_refused_is_told_why_behind_the_rest(engine: Engine) -> N
     engine.channels.to_peer(Kind.PULLER, "p", attach())
     engine.channels.to_peer(Kind.PULLER, "p", Refused(HandoffFailed("dtype: 'a' here, 'b' there")))
     engine.turn()
-    said, refused = far.hear()
-    assert said == attach() and refused.error.message == "dtype: 'a' here, 'b' there"
+    attached, refused = far.hear()
+    assert attached == attach() and refused.error.message == "dtype: 'a' here, 'b' there"
     assert far.is_over()
     assert [ended for ended, _ in engine.ended] == [link]
 
@@ -370,12 +370,12 @@ def read_until(engine: Engine, far: Far, num_messages: int) -> list[Any]:
 def test_what_is_not_read_yet_is_sent_once_there_is_room(engine: Engine) -> None:
     _, far = engine.link(max_unsent_bytes=4 << 20)
     engine.turn()
-    told = [step(n, size=100_000) for n in range(15)]  # more than a socket holds
-    for message in told:
+    reported = [step(n, size=100_000) for n in range(15)]  # more than a socket holds
+    for message in reported:
         engine.channels.to_gateway("g", message)
     assert engine.channels.links.has_unsent
     welcome, *rest = read_until(engine, far, 16)
-    assert welcome.HasField("welcome") and rest == told
+    assert welcome.HasField("welcome") and rest == reported
     engine.turn()
     assert not engine.channels.links.has_unsent and not engine.ended
     assert engine.inbox.receive(0) == [], "room to write is of no more interest"
@@ -393,12 +393,12 @@ def test_what_the_heartbeat_s_thread_left_is_sent_once_there_is_room(engine: Eng
     thread = threading.Thread(target=engine.channels.links.heartbeat, args=(numbers,))
     thread.start()
     thread.join()
-    heard: list[Any] = []
+    received: list[Any] = []
     until_s = time.monotonic() + 10
-    while not (heard and heard[-1].HasField("heartbeat")) and time.monotonic() < until_s:
+    while not (received and received[-1].HasField("heartbeat")) and time.monotonic() < until_s:
         engine.turn(0.01)
-        heard += far.hear()
-    assert heard[-1].heartbeat == numbers
+        received += far.hear()
+    assert received[-1].heartbeat == numbers
     assert not engine.channels.links.has_unsent
 
 

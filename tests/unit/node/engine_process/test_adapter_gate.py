@@ -27,11 +27,11 @@ class Reader:
 
     def __init__(self) -> None:
         self.may_read = threading.Event()
-        self.asked: list[tuple[str, str]] = []
+        self.requested: list[tuple[str, str]] = []
 
     def read(self, path: str, digest: str = "") -> HostAdapter:
         assert self.may_read.wait(10)
-        self.asked.append((path, digest))
+        self.requested.append((path, digest))
         if path == "/bad":
             raise AdapterRefused("no adapter")
         if path == "/broken":
@@ -100,7 +100,7 @@ def test_a_dispatch_waits_until_its_adapter_is_read() -> None:
     assert not world.gate.admits("g", sent)
     assert world.gate.num_waiting == 1
     assert world.next_read() == [("g", sent)]
-    assert world.reader.asked == [("/a", DIGEST)] and not world.gate.num_waiting
+    assert world.reader.requested == [("/a", DIGEST)] and not world.gate.num_waiting
     assert 0 < sent.deadline_remaining_us <= 60_000_000
     assert world.gate.admits("g", dispatch(request_id="s")), "it is in host memory now"
 
@@ -113,7 +113,7 @@ def test_one_read_is_for_all_that_wait_for_it(path: str) -> None:
     assert not world.gate.admits("g", dispatch("/elsewhere", request_id="u"))
     released = [one.request_id for _ in range(4) for _, one in world.next_read()]
     assert sorted(released) == ["r", "s", "t", "u"] and not world.gate.num_waiting
-    assert world.reader.asked == [(path, DIGEST), ("/elsewhere", DIGEST)]
+    assert world.reader.requested == [(path, DIGEST), ("/elsewhere", DIGEST)]
 
 
 def test_what_could_not_be_read_is_read_again_for_the_next() -> None:
@@ -121,7 +121,7 @@ def test_what_could_not_be_read_is_read_again_for_the_next() -> None:
     for _ in range(2):
         assert not world.gate.admits("g", dispatch("/bad"))
         world.next_read()
-    assert world.reader.asked == [("/bad", DIGEST)] * 2
+    assert world.reader.requested == [("/bad", DIGEST)] * 2
 
 
 @pytest.mark.parametrize("path", ["/bad", "/broken"])
@@ -182,7 +182,7 @@ def test_a_dispatch_goes_on_where_host_memory_has_no_room_before_its_turn() -> N
     for _ in range(2):
         assert not world.room.unpark(), "its adapter is read, once"
     assert world.next_read() == []
-    assert world.reader.asked == [("/a", DIGEST), ("/a", OTHER)]
+    assert world.reader.requested == [("/a", DIGEST), ("/a", OTHER)]
     assert world.room.unpark() == [second]
 
 

@@ -196,9 +196,9 @@ def test_last_words_pass_through_tls_before_the_process_ends(
 ) -> None:
     """The last message passes through TLS before the process ends, behind all other data."""
     secure = tls_of(certs, "gateway").puller_wrap()
-    heard: list[node_pb2.NodeMessage] = []
+    received: list[node_pb2.NodeMessage] = []
     gateway = secured.dial(is_local=False, secure=secure)
-    thread = threading.Thread(target=lambda: heard.extend(hear(gateway)))
+    thread = threading.Thread(target=lambda: received.extend(hear(gateway)))
     name = secured.add_next().name
     output = node_pb2.RequestOutput(request_id="r" * 50_000)
     step = node_pb2.NodeMessage(outputs=node_pb2.StepOutputs(outputs=[output]))
@@ -216,7 +216,7 @@ def test_last_words_pass_through_tls_before_the_process_ends(
     thread.join()
     gateway.close()
     expected = ["welcome"] + ["outputs"] * 20 + ([] if is_closed else ["engine_ended"])
-    assert [message.WhichOneof("body") for message in heard] == expected
+    assert [message.WhichOneof("body") for message in received] == expected
     if is_closed:
         secured.links = Engine().links  # for the fixture
 

@@ -197,29 +197,29 @@ def test_pulse_stops_only_for_a_turn_that_does_not_end() -> None:
 
 
 def test_pulse_beats_at_once_when_what_waits_moves() -> None:
-    heard: queue.SimpleQueue[node_pb2.Heartbeat] = queue.SimpleQueue()
-    pulse = HeartbeatSender(heard.put, 1000.0, FakeClock())
+    received: queue.SimpleQueue[node_pb2.Heartbeat] = queue.SimpleQueue()
+    pulse = HeartbeatSender(received.put, 1000.0, FakeClock())
     pulse.start()
     pulse.count(node_pb2.Heartbeat(num_running=1))
     for tokens, num_steps in ((16, 1), (16, 2), (0, 3)):
         pulse.count(node_pb2.Heartbeat(waiting_tokens=tokens, num_steps=num_steps))
-        assert heard.get(timeout=10).waiting_tokens == tokens
+        assert received.get(timeout=10).waiting_tokens == tokens
     pulse.count(node_pb2.Heartbeat(num_steps=9))
     pulse.stop()
-    assert heard.empty()
+    assert received.empty()
 
 
 def test_pulse_beats_at_once_when_a_link_came_or_went() -> None:
-    heard: queue.SimpleQueue[node_pb2.Heartbeat] = queue.SimpleQueue()
-    pulse = HeartbeatSender(heard.put, 1000.0, FakeClock())
+    received: queue.SimpleQueue[node_pb2.Heartbeat] = queue.SimpleQueue()
+    pulse = HeartbeatSender(received.put, 1000.0, FakeClock())
     pulse.start()
     for names in (["a"], ["a", "b"], ["b"], []):
         links = [node_pb2.PeerLink(incarnation=name) for name in names]
         pulse.count(node_pb2.Heartbeat(links=links))
-        assert [link.incarnation for link in heard.get(timeout=10).links] == names
+        assert [link.incarnation for link in received.get(timeout=10).links] == names
         pulse.count(node_pb2.Heartbeat(links=links, num_running=1))
     pulse.stop()
-    assert heard.empty()
+    assert received.empty()
 
 
 class TestPlacement:

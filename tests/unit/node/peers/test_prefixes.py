@@ -67,7 +67,7 @@ def counts(node: Node) -> node_pb2.Counters:
     return node.peers.prefixes.counts
 
 
-def heard(node: Node, one: Request) -> Received:
+def output_of(node: Node, one: Request) -> Received:
     return node.received[one.key]
 
 
@@ -84,9 +84,9 @@ def test_a_prefix_comes_from_either_engine(world: NodeWorld, name: str) -> None:
     num_before = sum(map(sum, node.runner.batch_sizes))
     world.dispatch(one, node, None, 60.0)
     world.settle()
-    assert list(heard(node, one).tokens.values()) == reference(one)
-    assert heard(node, one).cached_tokens == NUM_BLOCKS * BLOCK_SIZE
-    assert heard(node, one).finish_reason is FinishReason.LENGTH
+    assert list(output_of(node, one).tokens.values()) == reference(one)
+    assert output_of(node, one).cached_tokens == NUM_BLOCKS * BLOCK_SIZE
+    assert output_of(node, one).finish_reason is FinishReason.LENGTH
     num_computed = sum(map(sum, node.runner.batch_sizes)) - num_before
     assert num_computed == LENGTH - NUM_BLOCKS * BLOCK_SIZE + one.sampling.max_tokens - 1
     found = counts(node)
@@ -105,8 +105,8 @@ def test_a_handed_off_prompt_takes_its_prefix_from_the_engine_that_will_decode_i
     world.hand_off(one)
     world.settle()
     assert world.tokens(one) == reference(one)
-    assert heard(world.prefill, one).cached_tokens == NUM_BLOCKS * BLOCK_SIZE
-    transfer = heard(world.decode, one).transfer
+    assert output_of(world.prefill, one).cached_tokens == NUM_BLOCKS * BLOCK_SIZE
+    transfer = output_of(world.decode, one).transfer
     assert transfer is not None and transfer.cached_tokens == NUM_BLOCKS * BLOCK_SIZE
     assert counts(world.prefill).num_fetches == 1 and not counts(world.decode).num_fetches
     assert_clean(world)
@@ -160,8 +160,8 @@ def test_both_engines_may_pull_from_each_other_at_once(world: NodeWorld) -> None
     world.dispatch(one, world.prefill, None, 60.0)
     world.dispatch(two, world.decode, None, 60.0)
     world.settle()
-    assert list(heard(world.prefill, one).tokens.values()) == reference(one)
-    assert list(heard(world.decode, two).tokens.values()) == reference(two)
+    assert list(output_of(world.prefill, one).tokens.values()) == reference(one)
+    assert list(output_of(world.decode, two).tokens.values()) == reference(two)
     assert counts(world.prefill).num_fetches == counts(world.decode).num_fetches == 1
     assert_clean(world)
 
@@ -172,8 +172,8 @@ def test_a_source_that_lacks_a_block_lends_none(world: NodeWorld) -> None:
     compute_at(world, world.decode, short)
     world.dispatch(one, world.prefill, None, 60.0)
     world.settle()
-    assert list(heard(world.prefill, one).tokens.values()) == reference(one)
-    assert heard(world.prefill, one).cached_tokens == 0
+    assert list(output_of(world.prefill, one).tokens.values()) == reference(one)
+    assert output_of(world.prefill, one).cached_tokens == 0
     assert counts(world.prefill).failed_fetches == {"stale_blocks": 1}
     assert_clean(world)
 
@@ -183,8 +183,8 @@ def test_another_salt_s_blocks_are_never_fetched(world: NodeWorld) -> None:
     compute_at(world, world.decode, dataclasses.replace(one, cache_salt="yours"))
     world.dispatch(one, world.prefill, None, 60.0)
     world.settle()
-    assert list(heard(world.prefill, one).tokens.values()) == reference(one)
-    assert heard(world.prefill, one).cached_tokens == 0
+    assert list(output_of(world.prefill, one).tokens.values()) == reference(one)
+    assert output_of(world.prefill, one).cached_tokens == 0
     assert counts(world.prefill).failed_fetches == {"stale_blocks": 1}
     assert_clean(world)
 
@@ -199,7 +199,7 @@ def test_a_source_that_hangs_is_waited_for_no_longer_than_the_limit(world: NodeW
     world.clock.advance(LIMIT_S)
     for _ in range(20):
         world.turn(world.prefill)
-    assert list(heard(world.prefill, one).tokens.values()) == reference(one)
+    assert list(output_of(world.prefill, one).tokens.values()) == reference(one)
     assert counts(world.prefill).failed_fetches == {"deadline_exceeded": 1}
     world.settle()
     assert_clean(world)
@@ -216,7 +216,7 @@ def test_a_copy_that_hangs_keeps_its_room_until_it_has_ended(world: NodeWorld) -
     world.clock.advance(LIMIT_S)
     for _ in range(20):
         world.turn(world.prefill)
-    assert list(heard(world.prefill, one).tokens.values()) == reference(one)
+    assert list(output_of(world.prefill, one).tokens.values()) == reference(one)
     assert world.prefill.engine.pool.counts.held == NUM_BLOCKS
     world.settle()
     assert_clean(world)
@@ -234,8 +234,8 @@ def test_a_source_that_dies_costs_no_attempt(moment: int) -> None:
         world.pull()
     world.unlink()
     world.settle()
-    assert list(heard(world.prefill, one).tokens.values()) == reference(one)
-    assert heard(world.prefill, one).error is None
+    assert list(output_of(world.prefill, one).tokens.values()) == reference(one)
+    assert output_of(world.prefill, one).error is None
     assert_clean(world)
 
 
@@ -245,7 +245,7 @@ def test_a_source_that_is_not_linked_is_not_waited_for(world: NodeWorld) -> None
     )
     world.dispatch(one, world.prefill, None, 60.0)
     world.settle()
-    assert list(heard(world.prefill, one).tokens.values()) == reference(one)
+    assert list(output_of(world.prefill, one).tokens.values()) == reference(one)
     assert counts(world.prefill).failed_fetches == {"node_lost": 1}
     assert_clean(world)
 
@@ -265,8 +265,8 @@ def test_blocks_that_are_rewritten_under_a_copy_are_not_used(world: NodeWorld) -
     for block_id in ids:
         world.decode.pool.block(block_id)[:] = b"\xee" * world.decode.pool.block_bytes
     world.settle()
-    assert list(heard(world.prefill, one).tokens.values()) == reference(one)
-    assert heard(world.prefill, one).cached_tokens == 0
+    assert list(output_of(world.prefill, one).tokens.values()) == reference(one)
+    assert output_of(world.prefill, one).cached_tokens == 0
     assert counts(world.prefill).failed_fetches == {"stale_blocks": 1}
     assert_clean(world)
 
@@ -281,7 +281,7 @@ def test_what_runs_here_needs_its_memory_more() -> None:
     world.dispatch(one, world.prefill, None, 60.0)
     world.settle()
     for each in (running, one):
-        assert list(heard(world.prefill, each).tokens.values()) == reference(each)
+        assert list(output_of(world.prefill, each).tokens.values()) == reference(each)
     found = counts(world.prefill)
     assert not found.num_fetches and not found.failed_fetches and not found.num_preemptions
     assert_clean(world)
@@ -375,7 +375,11 @@ def test_a_ticketed_prompt_waits_for_its_prefix_and_its_puller_for_both(world: N
     assert world.prefill.role.num_coming == 1
     world.clock.advance(1.5)
     world.settle()
-    assert heard(world.prefill, one).error == heard(world.decode, one).error == "deadline_exceeded"
+    assert (
+        output_of(world.prefill, one).error
+        == output_of(world.decode, one).error
+        == "deadline_exceeded"
+    )
     assert not counts(world.prefill).num_fetches
     world.expire()
     assert_clean(world)
@@ -398,8 +402,8 @@ def test_a_prefix_with_a_long_limit_costs_no_hand_off(world: NodeWorld) -> None:
             world.turn(world.decode)  # but nothing is copied
         world.clock.advance(1.0)
     world.settle()
-    assert not heard(world.decode, one).error
-    tokens = heard(world.prefill, one).tokens | heard(world.decode, one).tokens
+    assert not output_of(world.decode, one).error
+    tokens = output_of(world.prefill, one).tokens | output_of(world.decode, one).tokens
     assert [tokens[index] for index in sorted(tokens)] == reference(one)
     assert counts(world.prefill).failed_fetches == {"deadline_exceeded": 1}
     assert_clean(world)

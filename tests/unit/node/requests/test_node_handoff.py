@@ -82,15 +82,15 @@ def test_an_engine_with_a_promise_tells_of_a_decode_before_its_token() -> None:
     world.decode.runner.runs_ahead = True
     world.decode.engine.promise.tbt_target_s = 0.02
     world.hand_off(one)
-    told = world.decode.received[one.key] = Received()
-    while "decode_started" not in told.events:
+    reported = world.decode.received[one.key] = Received()
+    while "decode_started" not in reported.events:
         world.turn(world.prefill)
         world.turn(world.decode)
         world.pull()
-    assert not told.tokens and told.transfer is not None
+    assert not reported.tokens and reported.transfer is not None
     world.settle()
     assert world.tokens(one) == reference(one)
-    assert told.events[-2:] == ["decode_started", "first_decode_ended"]
+    assert reported.events[-2:] == ["decode_started", "first_decode_ended"]
 
 
 def test_cached_blocks_do_not_move_again(world: NodeWorld) -> None:
@@ -185,9 +185,9 @@ def test_gateway_hears_first_from_the_engine_at_which_a_hand_off_fails(name: str
     else:
         world.hear_peer(node, Manifest(one.request_id, 99, BlockRefs(), LEASE_S))  # behind a gap
         node.loop.turn(0.0)
-    outputs, told = node.sent
+    outputs, reported = node.sent
     assert isinstance(outputs, node_pb2.NodeMessage) and outputs.HasField("outputs")
-    assert isinstance(told, Revoked if name == "prefill" else Release)
+    assert isinstance(reported, Revoked if name == "prefill" else Release)
 
 
 def test_outputs_of_a_step_travel_in_one_message(world: NodeWorld) -> None:

@@ -52,7 +52,7 @@ class World:
     """A slot whose engines start once `may_start` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.said: list[str] = []
+        self.printed: list[str] = []
         self.engines: list[FakeEngine] = []
         self.failures: list[StartupFailed] = []  # raised by the next starts
         self.may_start, self.may_leave = asyncio.Event(), asyncio.Event()
@@ -62,7 +62,9 @@ class World:
         self.num_left = 0
         monkeypatch.setattr(engine_handle, "start_engine", self._start)
         self.clock = FakeClock()
-        self.slot = EngineSlot(COMMAND, self.said.append, lambda: None, self._presence, self.clock)
+        self.slot = EngineSlot(
+            COMMAND, self.printed.append, lambda: None, self._presence, self.clock
+        )
 
     async def _start(self, *_: Any) -> Any:
         try:
@@ -116,7 +118,7 @@ async def test_the_delay_doubles_up_to_a_limit_and_begins_anew_after_a_minute_of
         world.clock.advance(lived_s)
         world.engines[number].over.set()
         await turns()
-    delays = [line for line in world.said if line.startswith("starting the engine again in")]
+    delays = [line for line in world.printed if line.startswith("starting the engine again in")]
     in_ms = [round(1000 * float(line.split()[-2])) for line in delays]
     assert in_ms == [1, 2, 4, 6, 6, 1, 2]
     world.slot.drain(running)
@@ -134,7 +136,7 @@ async def test_a_slot_that_waits_for_its_next_start_drains_at_once(world: World)
     running = await world.begin()
     world.engines[0].over.set()
     await turns()
-    assert world.said[-1] == "starting the engine again in 0.5 s"
+    assert world.printed[-1] == "starting the engine again in 0.5 s"
     world.slot.drain(running)
     await end_of(running)
     assert len(world.engines) == 1
@@ -164,7 +166,7 @@ async def test_an_engine_that_hangs_while_it_starts_again_is_ended_and_tried_ane
     while world.num_cut_off < 3:
         await asyncio.wait({running}, timeout=0.01)
     await turns()
-    assert "the engine did not start within 0 s" in world.said
+    assert "the engine did not start within 0 s" in world.printed
     assert world.slot._most_start_s == 8 * 0.05, "each may take twice as long as the last"
     world.may_start.set()
     while len(world.engines) == 1:
@@ -209,7 +211,7 @@ async def test_a_slot_stops_without_a_process_that_cannot_be_killed(
     async with asyncio.timeout(5):
         await world.slot.stop(running, grace_s=0.01)
     assert engine.orders == ["drain", "shut_down", "kill"]
-    assert running.done() and "does not end after SIGKILL" in world.said[-1]
+    assert running.done() and "does not end after SIGKILL" in world.printed[-1]
 
 
 async def test_an_engine_that_has_just_ended_leaves_the_directory_all_the_same(
@@ -267,7 +269,7 @@ async def test_a_start_that_fails_is_tried_again(
     world.failures.append(StartupFailed("no memory"))
     world.engines[0].over.set()
     await turns()
-    assert world.said[-2:] == [
+    assert world.printed[-2:] == [
         "the engine did not start: no memory",
         "starting the engine again in 0 s",
     ]
@@ -285,7 +287,7 @@ async def test_an_engine_that_goes_silent_is_ended(
     while not world.engines[0].orders:
         await asyncio.wait({running}, timeout=0.005)
     await turns()
-    assert world.said == [
+    assert world.printed == [
         "engine silent for 1 s: ending it",
         "engine lost: the process ended",
         "starting the engine again in 0.5 s",

@@ -242,20 +242,20 @@ async def test_who_proves_the_key_hears_what_the_directory_would_have(node: Node
     context: Any = FakeContext()
     await asyncio.wait_for(node.servicer.GetMembers(calling(context, MEMBERS), context), 1.0)
     (entry,) = context.written.get_nowait().entries
-    said = decode_entry(entry, ClusterSecret()).member
-    assert (said.incarnation, said.engine_address) == (ENGINE, "127.0.0.1:5001")
+    listed = decode_entry(entry, ClusterSecret()).member
+    assert (listed.incarnation, listed.engine_address) == (ENGINE, "127.0.0.1:5001")
 
 
 @pytest.mark.parametrize("name", ["GetLedgers", "GetMembers"])
 @pytest.mark.parametrize(
-    "said", [{"secret": "wrong"}, {"purpose": b"kv"}, {"address": "a:1"}, None]
+    "claims", [{"secret": "wrong"}, {"purpose": b"kv"}, {"address": "a:1"}, None]
 )
 async def test_calls_that_prove_nothing_are_refused(
-    node: Node, name: str, said: dict[str, Any] | None
+    node: Node, name: str, claims: dict[str, Any] | None
 ) -> None:
     context: Any = FakeContext()
     purpose = LEDGERS if name == "GetLedgers" else MEMBERS
-    requests = nothing() if said is None else calling(context, **{"purpose": purpose, **said})
+    requests = nothing() if claims is None else calling(context, **{"purpose": purpose, **claims})
     with pytest.raises((Aborted, Unauthenticated)):
         await getattr(node.servicer, name)(requests, context)
     # None: the caller itself has failed first

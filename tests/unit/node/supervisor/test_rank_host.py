@@ -21,7 +21,7 @@ HUNG_UP, NOBODY = NodeLost("it hung up"), ConnectionRefusedError("nobody is ther
 
 
 @pytest.mark.parametrize(
-    ("answers", "said"),
+    ("answers", "message"),
     [
         ([HUNG_UP] * 4, "hangs up during the handshake"),
         ([HUNG_UP, HUNG_UP, HUNG_UP, NOBODY, HUNG_UP], "refuses this host"),
@@ -29,7 +29,7 @@ HUNG_UP, NOBODY = NodeLost("it hung up"), ConnectionRefusedError("nobody is ther
     ],
 )
 def test_only_hang_ups_one_after_the_other_end_it(
-    monkeypatch: pytest.MonkeyPatch, answers: list[Exception], said: str
+    monkeypatch: pytest.MonkeyPatch, answers: list[Exception], message: str
 ) -> None:
     """Only consecutive hang-ups end the host: a rank 0 that restarts hangs up, is unreachable for a
     while, and may hang up again."""
@@ -42,7 +42,7 @@ def test_only_hang_ups_one_after_the_other_end_it(
     monkeypatch.setattr(rank_host, "_AGAIN_S", 0.0)
     request = JoinRequest("", "decode", 1, "127.0.0.1", "", {})
     ranks = RankHost(EngineConfig(master_addr="127.0.0.1"), [request], b"", None)
-    with pytest.raises(StartupFailed, match=said):
+    with pytest.raises(StartupFailed, match=message):
         asyncio.run(ranks.run())
 
 
