@@ -355,7 +355,7 @@ def test_close_ends_all_threads_and_whoever_comes_late(
             assert may_pass.wait(10.0)
 
         monkeypatch.setattr(
-            slow.listener, "_admission", AcceptPolicy({key_id(KEY): KEY}, (PULLER,), check)
+            slow.listener, "_policy", AcceptPolicy({key_id(KEY): KEY}, (PULLER,), check)
         )
         world.list(refused, linked)
         world.next_link(linked)
