@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,8 @@ def test_int4_product(
     tiling: Int4Tiling,
     dtype: torch.dtype,
 ) -> None:
+    if rows > 64:  # six stages of as many float32 rows do not fit in shared memory
+        tiling = replace(tiling, stages=3)
     weight, x = weight_of(outputs, inputs, group_size), randn(rows, inputs, dtype=dtype)
     bias = randn(outputs, dtype=dtype) if has_bias else None
     expected = product(x, weight, bias)
