@@ -181,6 +181,18 @@ class SamplingParams:
     )
     constraint: Constraint | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's logits depend on which tokens came before it."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def needs_more_than_noise(self) -> bool:
+        """Whether drawing a token always needs more than temperature and noise."""
+        has_filters = self.top_k is not None or self.top_p < 1 or self.min_p > 0
+        return bool(self.logit_bias) or (has_filters and self.temperature > 0)
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:

@@ -14,18 +14,6 @@ from numpy.typing import NDArray
 from ...core.request.sampling_params import SamplingParams
 
 
-def has_penalties(params: SamplingParams) -> bool:
-    """Whether a token's logits depend on which tokens came before it."""
-    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    return penalties != (1.0, 0.0, 0.0)
-
-
-def needs_more_than_noise(params: SamplingParams) -> bool:
-    """Whether drawing a token always needs more than temperature and noise."""
-    has_filters = params.top_k is not None or params.top_p < 1 or params.min_p > 0
-    return bool(params.logit_bias) or (has_filters and params.temperature > 0)
-
-
 class Counts(NamedTuple):
     """The tokens that penalties apply to, as parallel arrays: each distinct token id of prompt and
     output, and its number of occurrences in the output, which may be 0."""
@@ -63,4 +51,4 @@ class SampleSpec(NamedTuple):
     @property
     def needs_more_than_noise(self) -> bool:
         """Whether sampling does more than apply temperature and noise."""
-        return self.changes_logits or needs_more_than_noise(self.params)
+        return self.changes_logits or self.params.needs_more_than_noise
