@@ -152,8 +152,8 @@ class CallScanner(Scanner):
         self._piece = ""
 
     def _tell_name(self) -> None:
-        if self._has_arguments or not self._needs_arguments:
-            self.name = self._found_name
+        if self.name is None and (self._has_arguments or not self._needs_arguments):
+            self.name = self._found_name  # the first one stays: it may be sent already
 
     def _end(self) -> None:
         """At the object's end: if it has no arguments, they are empty."""

@@ -79,6 +79,9 @@ HERMES_CASES = [
      '<tool_call>{"name": 5, "arguments": {}}</tool_call>', []),
     ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
     ("<tool_call>{}</tool_call> x", "<tool_call>{}</tool_call> x", []),
+    ('<tool_call>{"name": "a", "name": 5}</tool_call>' + hermes("b", {}), "",
+     [["a", "{}"], ["b", "{}"]]),
+    ('<tool_call>{"name": "a", "name": "b", "arguments": {}}</tool_call>', "", [["a", "{}"]]),
 ]  # fmt: skip
 LLAMA = [
     ("just text", "just text", []),
