@@ -154,10 +154,10 @@ class Generation(RunningStream, Iterator[Chunk], AbstractContextManager["Generat
         return super().results
 
     def __next__(self) -> Chunk:
-        if self._call is None:
+        if (call := self._call) is None:
             raise self._error or StopIteration
         try:
-            return self._add(next(self._call))
+            return self._add(next(call))
         except StopIteration:
             self._end()
             raise
