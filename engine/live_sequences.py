@@ -126,11 +126,14 @@ class LiveSequences:
 
         If a step that touches its blocks is in flight, they stay fenced until that has completed.
         """
-        sequence = self.by_key.get(key)
-        if key in self.beams.by_key:
-            self.beams.abort(key)
-        elif sequence is not None and sequence.state is not SequenceState.RESERVED:
+        search = self.beams.by_key.get(key)
+        sequence = self.by_key.get(key) if search is None else search.members[0]
+        if sequence is None or sequence.state is SequenceState.RESERVED:
+            return
+        if search is None:
             self._end(sequence)
+        else:
+            self.beams.abort(key)
 
     # -- creation ---------------------------------------------------------------------------------
 

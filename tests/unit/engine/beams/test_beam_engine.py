@@ -369,6 +369,19 @@ def test_one_hand_off_carries_all_beams(runs_ahead: bool, length: int, max_token
     assert_idle(puller)
 
 
+def test_an_abort_leaves_a_reserved_search_its_blocks() -> None:
+    """A pull may still write to them, until the reservation is dropped."""
+    engine, request = new_engine(), beam_request("a", range(11), n=2)
+    engine.reserve(request)
+    reservation = engine.next_reservation()
+    assert reservation is not None
+    for key in keys_of(request):
+        engine.abort(key)
+    assert engine.pool.counts.held == len(reservation.block_ids)
+    engine.drop(reservation)
+    assert_idle(engine)
+
+
 @examples(40, 300)
 @given(data=st.data())
 def test_whatever_is_cancelled_leaves_nothing(data: st.DataObject) -> None:
