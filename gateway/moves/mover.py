@@ -159,7 +159,8 @@ def movable_from(session: Session, now_s: float) -> str | None:
         return None
     is_suspect = setbacks is not None and setbacks.is_suspect
     is_alone = session.request.num_samples == 1  # several share blocks and stay together
-    may_move = is_alone and session.num_outputs and not is_suspect
+    is_decoding = session.num_outputs and attempt.has_tokens  # a retry computes its prompt first
+    may_move = is_alone and is_decoding and not is_suspect
     is_time = moves is None or moves.may_begin(now_s)
     return attempt.pair[1] if may_move and is_time else None
 

@@ -220,7 +220,7 @@ class Session:
         setbacks, avoid, fingerprint = self.setbacks, Avoid(), None
         if setbacks is not None:
             if not setbacks.may_try():
-                self.blocked = None
+                self.block(None)  # not for lack of an engine: the wait for one is over
                 return None
             avoid = setbacks.avoid
         if (last := self.last_attempt) is not None and self.answer.output_ids:

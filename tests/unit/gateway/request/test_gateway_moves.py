@@ -306,6 +306,16 @@ def test_who_may_move() -> None:
     assert rig.movable_from is None, "one of several samples"
 
 
+def test_a_retry_may_move_from_its_first_token_on() -> None:
+    rig = Rig()
+    rig.router.prefill = rig.router.decode = [rig.links["b"]]
+    engine_lost(rig.session, "a")
+    rig.wait(0.5)
+    assert (rig.is_on, rig.movable_from) == ("b", None), "there is no KV to fetch from it yet"
+    rig.step("b")
+    assert rig.movable_from == "b"
+
+
 events = st.lists(
     st.sampled_from(["a", "a", "b", "b", "b", "lose a", "lose b", "fail b", "wait", "wrong"]),
     max_size=40,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -9,12 +10,12 @@ from typing import Any
 
 import pytest
 from fakes.clock import FakeClock, FakeEntropy
-from fakes.gateway.engine_link import FakeLink, FakeSink, Letters, Work
+from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters, Work
 from fakes.gateway.step_outputs import give
 
 from baton.core.errors import EngineFailed, HandoffFailed, NodeLost, TrialRefused, Unavailable
 from baton.core.request.request import FinishReason
-from baton.core.request.sampling_params import SamplingParams
+from baton.core.request.sampling_params import RequestOptions, SamplingParams
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route
 from baton.gateway.request.session import Session
 from baton.gateway.request.session_output import SessionOutput
@@ -274,6 +275,41 @@ def test_samples_of_one_poison_prompt_cost_no_more_engines() -> None:
         cluster.start(Work.DECODE)
     cluster.run()
     assert (cluster.lost(), cluster.num_lost) == (samples, 2)
+
+
+def test_a_sample_that_waits_for_a_trial_sleeps_beyond_its_wait_for_an_engine() -> None:
+    clock, suspects, router = FakeClock(), Suspects(), FakeRouter([], [])
+    first, second = FakeLink("a"), FakeLink("b")
+    router.prefill = router.decode = [first]
+    limits = SessionLimits(recovery_wait_s=1.0)
+
+    def session(index: int, siblings: Sequence[Session] = ()) -> Session:
+        request = ValidatedRequest((1, 2), SamplingParams(max_tokens=3), "", RequestOptions(n=2))
+        answer = SessionOutput(f"r{index}", request, Letters().step, FakeSink(), clock, 0, index)
+        more: Any = {"deadline_s": 60.0, "suspects": suspects, "siblings": siblings}
+        return Session(answer, router, FakeEntropy(), limits, **more)
+
+    sibling = session(1)
+    samples = session(0, [sibling]), sibling
+    samples[0].try_dispatch()
+    router.prefill = router.decode = []
+    for each in samples:
+        engine_lost(each, "a", has_died=True)
+    clock.advance(limits.settle_s)
+    for each in samples:
+        each.tick()  # from now on it waits for an engine
+    clock.advance(0.9)
+    router.prefill = router.decode = [second]
+    for each in samples:
+        each.try_dispatch()
+    assert [each.is_waiting for each in samples] == [False, True]
+    clock.advance(0.2)
+    sibling.tick()
+    assert clock.monotonic_s() < sibling.next_wakeup_s <= clock.monotonic_s() + limits.settle_s
+    samples[0].engine_output("b", EngineOutput("r0", 1, 0, (65, 66)))
+    clock.advance(limits.settle_s)
+    sibling.tick()
+    assert not sibling.is_waiting
 
 
 def test_one_that_kills_at_another_place_each_time_ends_all_the_same() -> None:
