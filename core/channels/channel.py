@@ -163,12 +163,20 @@ class FrameSocket:
     def receive(self) -> bytes | None:
         """Wait for the first message, and read no more than that; None at the end of the stream.
         Raises BrokenStream."""
+        length = self._read(LENGTH_BYTES)
+        return None if length is None else self._read(decode_length(length))
+
+    def _read(self, num_bytes: int) -> bytes | None:
+        """Wait for so many bytes; None if the stream ends before."""
+        received = b""
         with contextlib.suppress(ConnectionResetError):
-            length = self._socket.recv(LENGTH_BYTES, socket.MSG_WAITALL)
-            if len(length) == LENGTH_BYTES:
-                num_bytes = decode_length(length)
-                payload = self._socket.recv(num_bytes, socket.MSG_WAITALL)
-                return payload if len(payload) == num_bytes else None
+            while len(received) < num_bytes:
+                # Less than asked for if a signal arrives in the meantime.
+                data = self._socket.recv(num_bytes - len(received), socket.MSG_WAITALL)
+                if not data:
+                    return None
+                received += data
+            return received
         return None
 
     def receive_ready(self) -> tuple[list[bytes], bool]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import struct
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -62,6 +65,29 @@ def test_frame_that_is_cut_off_is_an_end(
     pair[0].close()
     receiver = FrameSocket(pair[1])
     assert receiver.receive() is None
+    receiver.close()
+
+
+def test_a_signal_within_a_frame_is_no_end(pair: tuple[socket.socket, socket.socket]) -> None:
+    """As when the process is suspended while it waits for the rest."""
+    frame, receiver = encode_payload(MESSAGE.SerializeToString()), FrameSocket(pair[1])
+    reader = threading.get_ident()
+
+    def send() -> None:
+        pair[0].sendall(frame[:100])
+        time.sleep(0.1)  # the reader waits for the rest
+        signal.pthread_kill(reader, signal.SIGUSR1)
+        time.sleep(0.1)
+        pair[0].sendall(frame[100:])
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    sending = threading.Thread(target=send)
+    sending.start()
+    try:
+        assert receiver.receive() == MESSAGE.SerializeToString()
+    finally:
+        sending.join()
+        signal.signal(signal.SIGUSR1, before)
     receiver.close()
 
 
