@@ -205,7 +205,8 @@ class FrontDoor:
                 # A write to a stuck client never ends: it is abandoned after a failure, and after
                 # the deadline, which ended sessions no longer watch.
                 def hurry() -> None:
-                    patience.reschedule(asyncio.get_running_loop().time() + _LAST_WRITE_S)
+                    if not patience.expired():
+                        patience.reschedule(asyncio.get_running_loop().time() + _LAST_WRITE_S)
 
                 call = RunningCall(record, self.feed.chunk_delivered, hurry, self._ends)
                 sessions = sessions_of(
