@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..core.request.request import key_at, token_key
-from ..kernels.sampling.sample_spec import SampleSpec
+from ..kernels.sampling.sample_spec import SampleSpec, needs_more_than_noise
 from .execution.batch import NO_DECODES, DecodeColumns, Int64s, SequenceSlice, StepBatch
 from .execution.constraints import without
 from .scheduling.schedule import Schedule
@@ -189,5 +189,5 @@ def _row_of(sequence: Sequence) -> tuple[Any, ...]:
     params, key = sequence.sampling, sequence.sample_key
     drawn = (key or 0, key is not None, params.temperature)
     adds = sequence.adds_to_specs
-    is_special, has_alternatives = not adds and params.needs_more_than_noise, bool(params.logprobs)
+    is_special, has_alternatives = not adds and needs_more_than_noise(params), bool(params.logprobs)
     return (sequence.num_launched_tokens - 1, -1, 0, *drawn, is_special, has_alternatives, adds)

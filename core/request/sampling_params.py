@@ -33,7 +33,8 @@ MOST_OUTPUTS = 16  # of a prompt
 class Parameter:
     """`absent`: the meaning of an absent field, as text, if that is not `default`.
 
-    `over_http`: the HTTP form, as text, if it has another name or meaning there.
+    `over_http`: the HTTP form, as text, if it has another name or meaning there. `is_filter`: it
+    drops tokens, once the temperature is applied.
     """
 
     default: Any
@@ -41,6 +42,7 @@ class Parameter:
     help: str
     absent: str | None = None
     over_http: str = ""
+    is_filter: bool = False
 
     @property
     def field(self) -> FieldKind:
@@ -48,7 +50,7 @@ class Parameter:
         return self.kind.field.within(description=self.help)
 
 
-def parameter(default: Any, kind: ParameterKind, help: str, **more: str) -> Any:
+def parameter(default: Any, kind: ParameterKind, help: str, **more: Any) -> Any:
     """A dataclass field that is a request parameter; `more`: see Parameter."""
     described = Parameter(default, kind, help, **more)
     return dataclasses.field(default=default, metadata={"parameter": described})
@@ -77,12 +79,14 @@ class SamplingParams:
         1.0,
         number(0, 1, is_open=True),
         "keeps the fewest most likely tokens whose probabilities add up to this",
+        is_filter=True,
     )
     top_k: int | None = parameter(
         None,
         LIMIT,
         "keeps the k most likely tokens, and those equal to the k-th",
         absent="0: no limit",
+        is_filter=True,
     )
     seed: int = parameter(0, SEED, "random seed; the result reports the one used", absent="random")
     stop: tuple[str, ...] = parameter(
@@ -98,6 +102,7 @@ class SamplingParams:
         0.0,
         number(0, 1),
         "drops tokens less likely than this fraction of the most likely one's probability",
+        is_filter=True,
     )
     repetition_penalty: float = parameter(
         1.0,
@@ -180,18 +185,6 @@ class SamplingParams:
         "chose the token in the same step",
     )
     constraint: Constraint | None = None
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether a token's logits depend on which tokens came before it."""
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return penalties != (1.0, 0.0, 0.0)
-
-    @property
-    def needs_more_than_noise(self) -> bool:
-        """Whether drawing a token always needs more than temperature and noise."""
-        has_filters = self.top_k is not None or self.top_p < 1 or self.min_p > 0
-        return bool(self.logit_bias) or (has_filters and self.temperature > 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from ...core.request.request import Request, sample_key
 from ...core.request.sampling_params import SamplingParams
 from ...core.request.token_ids import BlockHash, block_hashes
+from ...kernels.sampling.sample_spec import has_penalties
 from ..execution.constraints import Constrained, Mask, TokenCounts, mask_of
 
 _SLICE_BLOCKS = 64  # hashed at once when a prompt's prefix is searched
@@ -133,7 +134,7 @@ class Sequence:
         self.sampling = params = self.request.sampling
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.most_tokens = self.num_prompt_tokens + params.max_tokens
-        self.needs_history = params.has_penalties or params.constraint is not None
+        self.needs_history = has_penalties(params) or params.constraint is not None
         self.allowed = mask_of(params.allowed_token_ids) if params.allowed_token_ids else None
         self.adds_to_specs = self.needs_history or self.allowed is not None or params.min_tokens > 0
         self.sample_key = None
@@ -206,7 +207,7 @@ class Sequence:
 
     def counts(self) -> TokenCounts | None:
         """The token counts for its penalties, if it has any. No token may be awaited."""
-        if not self.sampling.has_penalties:
+        if not has_penalties(self.sampling):
             return None
         if self._counts is None:
             self._counts = TokenCounts(self.request.prompt_token_ids)

@@ -6,12 +6,29 @@ Created for each step and read by the samplers of CPU and GPU. Needs no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.request.sampling_params import SamplingParams
+from ...core.request.sampling_params import SAMPLING, SamplingParams
+
+_FILTERS = {name: one.default for name, one in SAMPLING.items() if one.is_filter}
+_filters_of = attrgetter(*_FILTERS)
+_NO_FILTERS = (*_FILTERS.values(),)
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether a token's logits depend on which tokens came before it."""
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    return penalties != (1.0, 0.0, 0.0)
+
+
+def needs_more_than_noise(params: SamplingParams) -> bool:
+    """Whether drawing a token always needs more than temperature and noise."""
+    has_filters = _filters_of(params) != _NO_FILTERS
+    return bool(params.logit_bias) or (has_filters and params.temperature > 0)
 
 
 class Counts(NamedTuple):
@@ -51,4 +68,4 @@ class SampleSpec(NamedTuple):
     @property
     def needs_more_than_noise(self) -> bool:
         """Whether sampling does more than apply temperature and noise."""
-        return self.changes_logits or self.params.needs_more_than_noise
+        return self.changes_logits or needs_more_than_noise(self.params)

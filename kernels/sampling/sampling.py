@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..upload import upload_numbers
 from .logit_adjustment import adjust_logits, filter_scaled
-from .sample_spec import SampleSpec
+from .sample_spec import SampleSpec, needs_more_than_noise
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIN_TEMPERATURE = 1e-5  # below it is greedy in float32, and division would overflow
@@ -65,7 +65,7 @@ def _noisy(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     rows = [spec.params for spec in specs]
     temperatures = upload_numbers([max(row.temperature, _MIN_TEMPERATURE) for row in rows], device)
     scaled = logits / temperatures[:, None]
-    if any(row.needs_more_than_noise for row in rows):
+    if any(map(needs_more_than_noise, rows)):
         filter_scaled(scaled, rows)
     keys = upload_numbers([as_signed(spec.key) for spec in specs], device)
     return scaled.add_(gumbel_noise(keys, vocab_size))

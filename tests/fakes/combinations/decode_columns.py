@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.core.request.sampling_params import SamplingParams
 from baton.engine.execution.batch import DecodeColumns, SequenceSlice
-from baton.kernels.sampling.sample_spec import SampleSpec
+from baton.kernels.sampling.sample_spec import SampleSpec, needs_more_than_noise
 
 PARAMS = [
     *(SamplingParams(temperature=0.0), SamplingParams(temperature=0.5)),
@@ -59,6 +59,6 @@ def columns_of(slices: Sequence[SequenceSlice], block_size: int) -> DecodeColumn
         params,
         tables,
         [one.adapter_slot for one in slices],
-        special=[row for row, one in enumerate(params) if one.needs_more_than_noise],
+        special=[row for row, one in enumerate(params) if needs_more_than_noise(one)],
         alternatives=[row for row, one in enumerate(params) if one.logprobs],
     )

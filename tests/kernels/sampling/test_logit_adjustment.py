@@ -28,7 +28,7 @@ from baton.core.request.sampling_params import SAMPLING, SamplingParams
 from baton.engine.execution.constraints import TokenCounts, without
 from baton.engine.execution.constraints import mask_of as allowed_only
 from baton.kernels.sampling.logit_adjustment import adjust_logits, filter_scaled
-from baton.kernels.sampling.sample_spec import Counts, SampleSpec
+from baton.kernels.sampling.sample_spec import Counts, SampleSpec, needs_more_than_noise
 from baton.kernels.sampling.sampling import sample, token_logprobs
 from baton.kernels.sampling.top_logprobs import candidates, top_logprobs
 
@@ -297,7 +297,7 @@ def test_what_filters_is_asked_for() -> None:
         if (kind := one.field.schema.get("type")) in ("number", "integer"):
             params = replace(SamplingParams(), **{name: 0.5 if kind == "number" else 3})
             filter_scaled(filtered := logits.clone(), [params])
-            assert params.needs_more_than_noise == (not torch.equal(filtered, logits)), name
+            assert needs_more_than_noise(params) == (not torch.equal(filtered, logits)), name
 
 
 def test_candidates_are_the_likeliest_behind_all_changes() -> None:
