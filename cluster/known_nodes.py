@@ -77,9 +77,8 @@ class KnownNodes:
     _clock: Clock
     _sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     _listed: tuple[Member, ...] = ()  # the inner directory's last membership
-    _answers: dict[NodeAddress, tuple[Member, ...]] = field(
-        default_factory=dict
-    )  # received after that
+    # Received after that.
+    _answers: dict[NodeAddress, tuple[Member, ...]] = field(default_factory=dict)
     _left_s: dict[NodeAddress, float] = field(default_factory=dict)  # when nodes were last known
     _num_called: int = 0
     _members: tuple[Member, ...] | None = None
