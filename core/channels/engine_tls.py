@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 
 _log = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 64 << 10
+_CHUNK_BYTES = 64 << 10  # at least a TLS record: none stays in the TLS object, where poll sees none
+_RECORD_BYTES = 16 << 10
 _MAX_HELD_BYTES = 1 << 20  # buffered per direction: beyond, nothing more is read for it
 
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -174,25 +175,32 @@ def wait_for_pumps(timeout_s: float) -> None:
 
 @dataclass(slots=True)
 class _End:
-    """One side of a pump: its socket, and what is still to be written to it."""
+    """One side of a pump: its socket, and what is still to be written to it.
+
+    The process's other threads get the interpreter at each call of a socket, and give it back late:
+    there are no more calls than it takes.
+    """
 
     socket: socket.socket
     unsent: bytearray = field(default_factory=bytearray)
     is_over: bool = False  # it was read to its end
+    events: int = 0  # that it is polled for
 
     def reads_for(self, other: _End) -> bool:
         """Whether more can be read for the other side."""
         return not self.is_over and len(other.unsent) < _MAX_HELD_BYTES
 
     def read_for(self, other: _End) -> None:
-        while self.reads_for(other):
+        """Read what has arrived; after less than a record, poll reports if there is more."""
+        num_read = _RECORD_BYTES
+        while num_read >= _RECORD_BYTES and self.reads_for(other):
             try:
                 data = self.socket.recv(_CHUNK_BYTES)
             except _NOT_NOW:
                 return
             except OSError:  # closed by its owner with unread data, or without close_notify
                 data = b""
-            self.is_over = not data
+            num_read, self.is_over = len(data), not data
             other.unsent += data
 
     def write(self) -> None:
@@ -211,11 +219,12 @@ class _End:
     def watch(self, poll: select.poll, other: _End) -> None:
         """Poll for what can be done; if that is nothing, not at all: poll reports a hang-up of any
         registered socket."""
-        if events := self.reads_for(other) * select.POLLIN | bool(self.unsent) * select.POLLOUT:
+        events = self.reads_for(other) * select.POLLIN | bool(self.unsent) * select.POLLOUT
+        if events and events != self.events:
             poll.register(self.socket, events)
-        else:
-            with contextlib.suppress(KeyError):
-                poll.unregister(self.socket)
+        elif self.events and not events:
+            poll.unregister(self.socket)
+        self.events = events
 
 
 def _pump(secured: ssl.SSLSocket, plain: socket.socket) -> None:
@@ -227,10 +236,11 @@ def _pump(secured: ssl.SSLSocket, plain: socket.socket) -> None:
         while not ((tls.is_over and not owner.unsent) or (owner.is_over and not tls.unsent)):
             tls.watch(poll, owner)
             owner.watch(poll, tls)
-            if not (tls.reads_for(owner) and secured.pending()):
-                poll.poll()
-            tls.read_for(owner)
-            owner.read_for(tls)
+            ready = [fd for fd, _ in poll.poll()]
+            if secured.fileno() in ready:
+                tls.read_for(owner)
+            if plain.fileno() in ready:
+                owner.read_for(tls)
             owner.write()
             tls.write()
     finally:
