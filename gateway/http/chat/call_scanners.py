@@ -113,7 +113,7 @@ class CallScanner(Scanner):
         elif ends:
             self._key, self._piece, self._expected = self._piece, "", "colon"
             self._has_arguments |= self._key in _ARGUMENTS
-            self._tell_name()
+            self._set_name()
         else:
             self._piece += char
 
@@ -148,10 +148,10 @@ class CallScanner(Scanner):
                 name = None
             self.is_broken = not isinstance(name, str)
             self._found_name = name if isinstance(name, str) else None
-            self._tell_name()
+            self._set_name()
         self._piece = ""
 
-    def _tell_name(self) -> None:
+    def _set_name(self) -> None:
         if self.name is None and (self._has_arguments or not self._needs_arguments):
             self.name = self._found_name  # the first one stays: it may be sent already
 

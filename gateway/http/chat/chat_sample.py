@@ -122,7 +122,7 @@ class ChatSample(Sample):
     def deltas(self, chunk: OutputChunk) -> Sequence[ParsedDelta]:
         """The deltas of `chunk`, which is the next chunk."""
         opening, self._opening = self._opening, ""
-        reasoning, text = self._told_apart(chunk)
+        reasoning, text = self._split_reasoning(chunk)
         before = [ParsedDelta(DeltaKind.REASONING, reasoning)] if reasoning else []
         if self._parser is None:
             return [*before, ParsedDelta(DeltaKind.TEXT, text)] if text else before
@@ -139,7 +139,7 @@ class ChatSample(Sample):
         is_in_call = open_call is not None and open_call < self._max_calls
         return is_in_call or result.finish_reason is not FinishReason.STOP
 
-    def _told_apart(self, chunk: OutputChunk) -> tuple[str, str]:
+    def _split_reasoning(self, chunk: OutputChunk) -> tuple[str, str]:
         """The chunk's text as reasoning and other text."""
         parser = self._reasoning
         if parser is None or parser.is_over:

@@ -93,13 +93,13 @@ class _Response(Turn):
         request: web.Request,
         found: Mapping[str, Any],
         prepared: Prepared,
-        asked: Mapping[str, Any],
+        request_body: Mapping[str, Any],
         conversation: Sequence[Message],
     ) -> None:
         super().__init__(request, found, prepared)
-        self._asked = asked
+        self._request_body = request_body
         self._conversation = conversation
-        self._namespaces = namespaces(asked.get("tools") or [])
+        self._namespaces = namespaces(request_body.get("tools") or [])
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -169,27 +169,27 @@ class _Response(Turn):
         return body
 
     def _body(self, status: str) -> items.ResponseBody:
-        asked, found = self._asked, self._found
-        text = asked.get("text") or {}
+        request_body, found = self._request_body, self._found
+        text = request_body.get("text") or {}
         return items.ResponseBody(
             id=self._envelope["id"],
             created_at=self._envelope["created"],
             status=status,
-            instructions=asked.get("instructions"),
-            max_output_tokens=asked.get("max_output_tokens"),
-            metadata=asked.get("metadata") or {},
+            instructions=request_body.get("instructions"),
+            max_output_tokens=request_body.get("max_output_tokens"),
+            metadata=request_body.get("metadata") or {},
             model=self._envelope["model"],
             output=[],
             parallel_tool_calls=found.get("parallel_tool_calls", True),
-            previous_response_id=asked.get("previous_response_id"),
+            previous_response_id=request_body.get("previous_response_id"),
             reasoning={"effort": found.get("reasoning_effort"), "summary": None},
             store=found.get("store", True),
             temperature=found.get("temperature", _DEFAULTS.temperature),
             text=_raw({"format": text.get("format") or {"type": "text"}}),
-            tool_choice=_raw(asked.get("tool_choice") or "auto"),
-            tools=_raw(asked.get("tools") or []),
+            tool_choice=_raw(request_body.get("tool_choice") or "auto"),
+            tools=_raw(request_body.get("tools") or []),
             top_p=found.get("top_p", _DEFAULTS.top_p),
-            user=asked.get("user"),
+            user=request_body.get("user"),
         )
 
     def _item(self, block: Block, status: str) -> items.Item:
