@@ -34,7 +34,6 @@ _REF = "#/components/schemas/{name}"
 
 _READ_ERRORS = (401, 403, 404, 421)
 _CALL_ERRORS = (400, 401, 403, 404, 413, 415, 421, 429, 500, 503, 504)
-_ADAPTER_ERRORS = (400, 401, 403, 404, 503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +71,8 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "/tokenize": Operation(answers.Tokens, tokenization.TOKENIZE_BODY),
     "/detokenize": Operation(answers.Text, tokenization.DETOKENIZE_BODY),
-    "/v1/load_lora_adapter": Operation(None, lora_adapters.LOAD, statuses=_ADAPTER_ERRORS),
-    "/v1/unload_lora_adapter": Operation(None, lora_adapters.UNLOAD, statuses=_ADAPTER_ERRORS),
+    "/v1/load_lora_adapter": Operation(None, lora_adapters.LOAD),
+    "/v1/unload_lora_adapter": Operation(None, lora_adapters.UNLOAD),
     "/v1/models": Operation(answers.ModelList),
     "/v1/models/{model}": Operation(answers.Model),
     "/server_info": Operation(answers.ServerInfo),
