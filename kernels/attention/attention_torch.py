@@ -96,17 +96,16 @@ class TorchAttention:
         if self._is_8bit:
             gathered = dequantize(gathered, self._dtype)
         kv = gathered.view(2, 1, self._kv_heads, -1, self._head_dim)
-        k, v = kv.narrow(3, 0, s.seq_len).unbind(0)  # [1, kv_heads, seq_len, dim]
         window, size = self._windows[layer], 1 if s.is_decode else _TILE_TOKENS
         for first in range(s.first, s.last, size):
             last = min(first + size, s.last)
             end = s.seq_len - s.last + last
             start = 0 if window is None else max(0, end - (last - first) + 1 - window)
-            tile = q[first:last], k[:, :, start:end], v[:, :, start:end]
+            k, v = kv.narrow(3, start, end - start).unbind(0)  # [1, kv_heads, keys, dim]
             if s.is_decode:
-                yield self._run_decode(*tile)
+                yield self._run_decode(q[first:last], k, v)
             else:
-                yield self._run_tile(*tile, self._masks[window])
+                yield self._run_tile(q[first:last], k, v, self._masks[window])
 
     def _run_decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [1, heads, dim] of the last key's position -> the same shape."""

@@ -64,9 +64,8 @@ def store_kv(
 ) -> None:
     """Write one layer's k and v [tokens, kv_heads, dim] to their slots: blocks [tokens] and offsets
     [tokens], int64. For an 8-bit pool see kv_8bit.store_kv_8bit."""
-    layer_pool = pool[:, layer]
-    layer_pool[blocks, 0, :, offsets] = k
-    layer_pool[blocks, 1, :, offsets] = v
+    by_slot = pool[:, layer].permute(0, 3, 1, 2, 4)  # [num_blocks, block_size, 2, kv_heads, dim]
+    by_slot[blocks, offsets] = torch.stack((k, v), dim=1)
 
 
 def copy_blocks(pool: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
