@@ -1,10 +1,11 @@
 """The time of a request outside its steps with engines on two hosts, with and without TLS.
 
-python -m baton.bench.serve.two_hosts [--trees NAME=IMPORT_ROOT ...] [--rounds 7]
+python -m baton.bench.serve.two_hosts [--trees NAME=IMPORT_ROOT ...] [--requests 300]
 
 The second host is a network namespace (this needs root), connected by a pair of devices. All hosts
-share the same cores. The `--trees` are measured in turns, in processes that import `baton` from
-there: with the tree of another commit this shows what the commits in between changed.
+share the same cores. Each of the `--trees` has a deployment, in processes that import `baton` from
+there, and each in turn gets a request: with the tree of another commit this shows what the commits
+in between changed, on a machine whose speed varies too.
 """
 
 from __future__ import annotations
@@ -13,67 +14,109 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import secrets
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import baton
 
-_MOST_S = 120.0  # for a deployment and its requests
+_END_S = 30.0  # for a deployment
+_PAUSE_S = 0.03  # between requests
 _SUBNET = "10.234.0"
 _HERE, _THERE = f"{_SUBNET}.1", f"{_SUBNET}.2"
-_REQUESTS, _WARMUPS = 40, 8
+_WARMUPS = 8
 _PROMPT_TOKENS, _NUM_TOKENS = 128, 24
+
+Figures: TypeAlias = dict[str, float]  # of a request
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     this = f"this={Path(str(baton.__file__)).parents[1]}"
-    parser.add_argument("--trees", nargs="+", default=[this], help="NAME=IMPORT_ROOT")
-    parser.add_argument("--rounds", type=int, default=7, help="of all trees, plain and over TLS")
+    parser.add_argument("--trees", nargs="+", default=[this], metavar="NAME=IMPORT_ROOT")
+    parser.add_argument("--requests", type=int, default=300, help="of each tree, plain and TLS")
     arguments = parser.parse_args()
     trees = dict(one.split("=", 1) for one in arguments.trees)
-    found: dict[tuple[str, bool], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder, _second_host() as inside:
         _make_certificates(next(iter(trees.values())), folder)
-        for _ in range(arguments.rounds):
-            for has_tls in (False, True):
-                for name, root in trees.items():
-                    part = _measure(root, inside, folder if has_tls else "")
-                    found.setdefault((name, has_tls), []).append(part)
-    for (name, has_tls), runs in found.items():
-        parts = {key: [run[key] for run in runs] for key in runs[0]}
-        words = (f"{key} {statistics.median(of):.2f}" for key, of in parts.items())
+        for certs in ("", folder):
+            _print(_measure(trees, inside, certs, arguments.requests), bool(certs))
+
+
+def _print(found: dict[str, list[Figures]], has_tls: bool) -> None:
+    """Medians, and those of the differences to the first tree's request of the same turn."""
+    first = next(iter(found.values()))
+    for name, rows in found.items():
+        words = []
+        for key in first[0]:
+            median = statistics.median(row[key] for row in rows)
+            more = statistics.median(b[key] - a[key] for a, b in zip(first, rows, strict=True))
+            words.append(f"{key} {median:.2f}" + (f" ({more:+.2f})" if rows is not first else ""))
         print(f"{name}, {'TLS' if has_tls else 'plain'} (ms): {', '.join(words)}", flush=True)
 
 
-def _measure(root: str, inside: str, certs: str) -> dict[str, float]:
-    """Medians of one deployment's requests, one at a time."""
-    secret = secrets.token_hex(16)
+def _measure(
+    trees: dict[str, str], inside: str, certs: str, num_requests: int
+) -> dict[str, list[Figures]]:
+    """The figures of each request, by tree."""
+    turns = random.Random(0)
+    with contextlib.ExitStack() as stack:
+        deployments = {
+            name: stack.enter_context(_deployed(root, inside, certs))
+            for name, root in trees.items()
+        }
+        found: dict[str, list[Figures]] = {name: [] for name in trees}
+        for number in range(_WARMUPS + num_requests):
+            for name in turns.sample([*trees], len(trees)):
+                figures = _ask(deployments[name], number)
+                if number >= _WARMUPS:
+                    found[name].append(figures)
+                time.sleep(_PAUSE_S)
+    return found
+
+
+@contextlib.contextmanager
+def _deployed(root: str, inside: str, certs: str) -> Iterator[subprocess.Popen[str]]:
+    """A process with a deployment of the tree, which sends a request for each line."""
     environment = os.environ | {
         "PYTHONPATH": root,
         "PYTHONSAFEPATH": "1",
-        "BATON_CLUSTER_SECRET": secret,
+        "BATON_CLUSTER_SECRET": secrets.token_hex(16),
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-c", _PROGRAM, inside, certs]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+    process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
     try:
-        output, errors = process.communicate(timeout=_MOST_S)
-    except BaseException:
+        _read(process)
+        yield process
+    finally:
         process.terminate()  # it ends its children
-        process.communicate()
-        raise
-    if process.returncode:
-        raise RuntimeError(output[-2000:] + errors[-2000:])
-    figures: dict[str, float] = json.loads(output.splitlines()[-1])
+        process.wait(_END_S)
+
+
+def _ask(deployment: subprocess.Popen[str], number: int) -> Figures:
+    assert deployment.stdin is not None
+    deployment.stdin.write(f"{number}\n")
+    deployment.stdin.flush()
+    figures: Figures = json.loads(_read(deployment))
     return figures
+
+
+def _read(deployment: subprocess.Popen[str]) -> str:
+    """The next line. Raises RuntimeError if the process has ended."""
+    assert deployment.stdout is not None
+    if not (line := deployment.stdout.readline()):
+        raise RuntimeError("a deployment has ended: see its errors")
+    return line
 
 
 # Runs with the tree to be measured, whose commit may lack this file.
@@ -114,27 +157,22 @@ with contextlib.ExitStack() as stack:
     netns = ("ip", "netns", "exec", inside)
     launch("decode", redis, *node, "--host", "{_THERE}", prefix=netns)
     with Client(launch("gateway", redis, "--grpc-port", "0", "--http-port", "0")) as client:
-        rows = []
-        for number in range({_REQUESTS}):
-            prompt = [(7 * i * i + 31 * number) % 250 + 3 for i in range({_PROMPT_TOKENS})]
+        print("ready", flush=True)
+        offset_ms = (time.time_ns() - time.monotonic_ns()) / 1e6
+        for line in sys.stdin:
+            prompt = [(7 * i * i + 31 * int(line)) % 250 + 3 for i in range({_PROMPT_TOKENS})]
             result = client.generate(prompt_token_ids=prompt, max_tokens={_NUM_TOKENS},
                                      temperature=0.0, ignore_eos=True).result
             at = {{stamp.event.value: stamp.unix_ns / 1e6 for stamp in result.timeline}}
-            rows.append((result, at))
-            time.sleep(0.02)
-    offset_ms = (time.time_ns() - time.monotonic_ns()) / 1e6
-    def outside(result, at):
-        sent, got = (s * 1e3 + offset_ms for s in (result.times.sent_s, result.times.token_s[0]))
-        return at["prefill_started"] - sent + got - at["first_token"]
-    rows = rows[{_WARMUPS}:]
-    median = lambda values: statistics.median(list(values))
-    print(json.dumps({{
-        "TTFT outside the prefill step": median(outside(*row) for row in rows),
-        "first token to transfer ended": median(
-            at["transfer_ended"] - at["first_token"] for _, at in rows),
-        "first gap": median(result.times.handoff_gap_s * 1e3 for result, _ in rows),
-        "TBT p50": median(1e3 * gap for result, _ in rows for gap in result.times.gaps_s[1:]),
-    }}))
+            times = result.times
+            sent, got = (1e3 * s + offset_ms for s in (times.sent_s, times.token_s[0]))
+            print(json.dumps({{
+                "TTFT outside the prefill step":
+                    at["prefill_started"] - sent + got - at["first_token"],
+                "first token to transfer ended": at["transfer_ended"] - at["first_token"],
+                "first gap": times.handoff_gap_s * 1e3,
+                "TBT": statistics.median(1e3 * gap for gap in times.gaps_s[1:]),
+            }}), flush=True)
 """
 
 
