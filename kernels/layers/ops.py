@@ -85,7 +85,7 @@ class Ops:
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear, with a single row computed as two: BLAS has another routine for one row, which
     rounds differently, and a decode must have the same bits alone as in a batch."""
-    if len(x) == 1:
+    if len(x) == 1:  # joined: torch copies an expanded row too, in more time
         return F.linear(torch.cat((x, x)), weight, bias)[:1]
     return F.linear(x, weight, bias)
 
